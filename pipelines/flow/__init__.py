@@ -1,0 +1,1 @@
+"""Methods for flow-matching and diffusion image models."""
