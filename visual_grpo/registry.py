@@ -190,13 +190,17 @@ class Registry(Generic[T]):
                 for name, (target, summary) in table.items():
                     found.setdefault(name, []).append(_Source(target=target, origin="built-in", summary=summary))
             if self._group is not None:
-                for point in importlib.metadata.entry_points(group=self._group):
+                for point in sorted(importlib.metadata.entry_points(group=self._group), key=_by_distribution):
                     dist = f"distribution {point.dist.name}" if point.dist is not None else "an installed package"
                     found.setdefault(point.name, []).append(_Source(target=point.value, origin=dist))
             with self._lock:
                 if self._static is None:
                     self._static = found
         return self._static
+
+
+def _by_distribution(point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    return point.name, point.dist.name if point.dist is not None else ""
 
 
 def _target_of(value: object) -> str:

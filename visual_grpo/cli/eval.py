@@ -1,0 +1,59 @@
+"""`visual-grpo eval`: a published protocol over a model or a folder of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of `visual-grpo list evals`.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Options of the protocol, e.g. samples=4 seed=1."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="PATH", help="Model folder, hub id or testbed/NAME to sample from.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", metavar="LORA", exists=True, help="LoRA to put on the model.")
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option("--images", metavar="DIR", exists=True, file_okay=False, help="Images made already."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", exists=True, dir_okay=False, help="Prompts (default: the protocol's)."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for results and samples.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Evaluate a model (--model) or a folder of images (--images) under a published protocol."""
+    from visual_grpo.cli.output import as_mapping, print_json, print_mapping
+    from visual_grpo.config import parse_overrides
+    from visual_grpo.errors import UserError
+    from visual_grpo.registry import EVALS
+
+    EVALS.target(name)  # an unknown name is refused before anything is loaded
+    if (model is None) == (images is None):
+        given = "neither" if model is None else "both"
+        raise UserError(f"visual-grpo eval needs either --model PATH or --images DIR; {given} was given.")
+    if adapter is not None and model is None:
+        raise UserError("--adapter is a LoRA for --model; with --images there is no model to put it on.")
+    extra = parse_overrides(options or [])
+
+    from visual_grpo.api import evaluate
+
+    result = evaluate(name, model=model, adapter=adapter, images=images, prompts=prompts, out=out, **extra)
+    values = as_mapping(result)
+    if as_json:
+        print_json(values)
+    else:
+        print_mapping(name, values)

@@ -1,0 +1,45 @@
+"""`visual-grpo testbed`: pretrain a small model of the testbed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TABLE: dict[str, tuple[str, str]] = {
+    "sd3_tiny": (
+        "visual_grpo.testbed.sd3_build:build",
+        "StableDiffusion3Pipeline with a 2 to 3 M parameter transformer.",
+    ),
+    "lm_tiny": ("visual_grpo.testbed.lm_build:build", "Small Qwen3 language model that does arithmetic."),
+}
+
+app = typer.Typer(help="Build the small models of the testbed.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Build the small models of the testbed."""
+
+
+@app.command("build")
+def build(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(sorted(TABLE))}.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", file_okay=False, help="Folder for the weights and log (default: build/NAME)."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, weights and order.")] = 0,
+) -> None:
+    """Pretrain a small model again, seeded; takes minutes on a CPU."""
+    from visual_grpo.registry import Registry
+
+    builders = Registry[object]("testbed model", builtin_module="visual_grpo.cli.testbed:TABLE")
+    builder = builders.get(name)
+    assert callable(builder)
+    folder = Path("build") / name if out is None else out
+    builder(folder, seed=seed)
+    print(f"{name} written to {folder}; use it with model.path={folder}")
