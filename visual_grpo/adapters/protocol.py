@@ -1,0 +1,104 @@
+"""What a model family must offer so that every method can train it.
+
+An adapter knows one family of generators: how to encode prompts, sample, replay log-probs and decode. It holds no LoRA, EMA,
+distribution or checkpoint code: `Policy` adds those for all families alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from visual_grpo.config import ModelConfig
+from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, UnitKind
+
+Kind = Literal["diffusion", "autoregressive", "next_scale"]
+
+
+class SamplingConfig(BaseModel):
+    """Base of each family's sampling options (`sampling:` in a config). Unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(kw_only=True)
+class MemoryPlan:
+    """Bytes that one process needs, by part, computed without weights (`train --dry-run`)."""
+
+    parts: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts, in bytes."""
+        return sum(self.parts.values())
+
+
+class PolicyAdapter(ABC):
+    """One model family.
+
+    Class attributes state what the family is; `load` builds it from weights, `load_meta` builds its trainable network without
+    weights or network access (meta device) from a folder's configs or from published config values.
+    """
+
+    kind: ClassVar[Kind]
+    library: ClassVar[Literal["diffusers", "transformers", "torch"]]
+    """Which plain library must be able to read an exported LoRA or model."""
+    unit_kinds: ClassVar[frozenset[UnitKind]]
+    """The units that `log_prob` can replay."""
+    Sampling: ClassVar[type[SamplingConfig]]
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Module-name suffixes that get LoRA by default."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: ModelConfig, *, device: torch.device, sampling: SamplingConfig) -> PolicyAdapter:
+        """Build from `config.path` (a folder, a hub id or `testbed/NAME`), frozen and in `config.dtype`.
+
+        Raises:
+            UserError: the path holds no such model; the message says where it was looked for and how to get it.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load_meta(cls, config: ModelConfig) -> nn.Module:
+        """The trainable network on the meta device, in its real size."""
+
+    @classmethod
+    @abstractmethod
+    def plan_memory(cls, config: ModelConfig, module: nn.Module, *, sampling: Any, rows: int, units: int) -> MemoryPlan:
+        """Bytes a process needs to train `rows` rows and `units` units a pass; `module` comes from `load_meta` with its LoRA."""
+
+    @property
+    @abstractmethod
+    def trainable_module(self) -> nn.Module:
+        """The network that is trained; `Policy` injects LoRA into it in place and never replaces it."""
+
+    @abstractmethod
+    def sample(self, prompts: PromptBatch, *, seed: int, sampling: SamplingConfig, units: Tensor | None = None) -> RolloutBatch:
+        """One sampling pass over the `N` rows with the present weights, without gradient.
+
+        Every random number of a row depends on (`seed`, `row_ids[i]`) alone, so a row's sample does not depend on the batch, the
+        rank or the process count. `units` limits the stochastic, stored units of a diffusion sampler (a training window);
+        None = all that may be trained. Prompts are `prompts.context("behaviour")`. Reads `sampling` afresh at each call.
+        """
+
+    @abstractmethod
+    def log_prob(self, rollouts: RolloutBatch, units: Tensor, *, entropy: bool = False) -> LogProb:
+        """Replay units `units` ([u] int64) of all rows under the present weights, with gradient where grad mode is on.
+
+        Prompts are `rollouts.prompts.context("training")`. Only these units are recomputed.
+        """
+
+    @abstractmethod
+    def decode(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """Fill `images` ([N, 3, H, W] float32 in [0, 1]) or `texts`."""
+
+    @abstractmethod
+    def save(self, path: str) -> None:
+        """Write the whole model with the family's `save_pretrained` (safetensors), readable by the plain library."""

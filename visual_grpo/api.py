@@ -1,0 +1,148 @@
+"""From a recipe, a file or a `RunConfig` to a finished run; the command line and the Python API meet here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from visual_grpo.config import RunConfig, load_yaml, merge, parse_overrides, resolve, to_yaml, validate
+from visual_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from visual_grpo.trainer import Result
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """A resolved config with the classes it names: checked against each other before any weights are loaded."""
+
+    config: RunConfig
+    adapter_class: Any
+    stack: Any
+    sampling: Any
+    eval_sampling: Any
+
+
+def read_config(source: str | Path | RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """The explicitly set values of a recipe name, a YAML file, a `RunConfig` or a dict.
+
+    Raises:
+        UserError: no such recipe or file.
+    """
+    if isinstance(source, RunConfig):
+        return source.explicit()
+    if isinstance(source, Mapping):
+        return dict(source)
+    text = str(source)
+    if text.endswith((".yaml", ".yml")) or "/" in text:
+        return load_yaml(Path(text))
+    from visual_grpo.registry import RECIPES
+
+    recipe: Any = RECIPES.get(text)
+    return recipe().explicit() if callable(recipe) else recipe.explicit()
+
+
+def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Plan:
+    """Resolve a config and check methods, adapter, sampling and batch geometry, without loading weights.
+
+    Raises:
+        UserError: anything that does not fit, in one message.
+    """
+    from visual_grpo.method import MethodStack, method_class, named_methods
+    from visual_grpo.registry import ADAPTERS
+
+    raw = merge(read_config(source), _nested(overrides))
+    draft: RunConfig = validate(RunConfig, raw)
+    defaults = [method_class(name).defaults for name, _ in named_methods(draft.method)]
+    config = resolve(raw, defaults)
+    stack = MethodStack.build(config)
+    adapter: Any = ADAPTERS.get(config.model.adapter)
+    needs = stack.needs
+    names = ", ".join(stack.methods) or "grpo"
+    if adapter.kind not in needs.kinds or not (adapter.unit_kinds & needs.unit_kinds):
+        raise UserError(
+            f"method {names} cannot train adapter {config.model.adapter!r}: it needs a model of kind {' or '.join(sorted(needs.kinds))} "
+            f"that replays {' or '.join(sorted(needs.unit_kinds))} units, but this one is {adapter.kind} and replays "
+            f"{' and '.join(sorted(adapter.unit_kinds))}"
+        )
+    sampling = validate(adapter.Sampling, config.sampling, where="sampling")
+    eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
+    for check in stack.methods.values():
+        check.check(config, sampling)
+    return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
+
+
+def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Overrides as a nested dict, from `["a.b=1"]` or `{"a.b": 1}`."""
+    if not isinstance(overrides, Mapping):
+        return parse_overrides(overrides)
+    out: dict[str, Any] = {}
+    for key, value in overrides.items():
+        nested: Any = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        out = merge(out, nested)
+    return out
+
+
+def train(
+    source: str | Path | RunConfig | Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    resume: bool = False,
+    out: str | Path | None = None,
+    root: str | Path = "runs",
+) -> Result:
+    """Run a recipe, a YAML file, a `RunConfig` or a dict to its end.
+
+    Args:
+        source: what to run.
+        overrides: `{"train.steps": 20}` or `["train.steps=20"]`.
+        resume: go on from the last checkpoint of the run folder.
+        out: the run folder; default `root/NAME`.
+        root: the folder of all runs.
+
+    Returns:
+        The run's folder, the evaluations before and after, and why it stopped early, if it did.
+
+    Raises:
+        UserError: the input is wrong.
+        RunError: the run failed.
+    """
+    from visual_grpo.build import run_plan
+
+    return run_plan(plan(source, overrides), resume=resume, out=out, root=root)
+
+
+def train_command(recipe: str, *, overrides: Sequence[str], resume: bool, dry_run: bool, out: Path | None) -> None:
+    """`visual-grpo train`."""
+    made = plan(recipe, overrides)
+    if dry_run:
+        from visual_grpo.dry_run import print_dry_run
+
+        print_dry_run(made)
+        return
+    from visual_grpo.build import run_plan
+    from visual_grpo.summary import print_summary
+
+    result = run_plan(made, resume=resume, out=out, root="runs")
+    print_summary(result)
+
+
+def recipe_yaml(name: str) -> str:
+    """A recipe as YAML, with the defaults of its methods filled in."""
+    return to_yaml(plan(name).config)
+
+
+def evaluate(name: str, **options: Any) -> Any:
+    """Run an evaluation of `visual-grpo list evals` on a folder of images or a model; see `visual_grpo.eval`.
+
+    Raises:
+        UserError: unknown evaluation or wrong options.
+    """
+    from visual_grpo.registry import EVALS
+
+    protocol: Any = EVALS.get(name)
+    return protocol(**options)

@@ -1,0 +1,116 @@
+"""Build the parts of a run from its plan, train, export, and write the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visual_grpo.api import Plan
+from visual_grpo.checkpoint import export_model
+from visual_grpo.config import DataConfig, to_yaml
+from visual_grpo.data import load_prompts
+from visual_grpo.distributed import Ranks
+from visual_grpo.errors import UserError
+from visual_grpo.policy import Policy
+from visual_grpo.run_folder import RunFolder
+from visual_grpo.scoring import RewardSuite
+from visual_grpo.trainer import EMA, Result, Trainer
+from visual_grpo.writer import RunWriter
+
+
+def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
+    """Load prompts, rewards and the model, cheapest first, so that a mistake shows before weights are read.
+
+    Raises:
+        UserError: a prompt set, reward, model path or geometry that is wrong.
+    """
+    config = plan.config
+    train_prompts = load_prompts(config.data)
+    eval_prompts = load_prompts(eval_data(plan))
+    if len(train_prompts) < config.train.prompts_per_step:
+        raise UserError(
+            f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {len(train_prompts)} prompts of "
+            f"{config.data.source!r}; use {len(train_prompts)} or fewer"
+        )
+    check_disjoint(train_prompts, eval_prompts, config)
+    suite = RewardSuite({k: v.model_dump() for k, v in config.rewards.items()}, device=ranks.device)
+    media = "texts" if plan.adapter_class.kind == "autoregressive" else "images"
+    suite.check_media([media], model=f"adapter {config.model.adapter!r}")
+    torch.manual_seed(config.train.seed)
+    adapter = plan.adapter_class.load(config.model, device=ranks.device, sampling=plan.sampling)
+    policy = Policy(adapter, config.model, seed=config.train.seed)
+    writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if media == "texts" else "images")
+    return Trainer(
+        config,
+        policy=policy,
+        stack=plan.stack,
+        suite=suite,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        sampling=plan.sampling,
+        eval_sampling=plan.eval_sampling,
+        ranks=ranks,
+        writer=writer,
+    )
+
+
+def eval_data(plan: Plan) -> DataConfig:
+    """Where held-out prompts come from: `eval.source`, or the held-out split of `data.source`."""
+    data, evaluation = plan.config.data, plan.config.eval
+    changed = {"source": evaluation.source or data.source, "split": evaluation.split, "limit": None}
+    return DataConfig(**{**data.model_dump(), **changed})
+
+
+def check_disjoint(train_prompts: Any, eval_prompts: Any, config: Any) -> None:
+    """Refuse held-out prompts that are also trained on.
+
+    Raises:
+        UserError: naming one shared prompt.
+    """
+    shared = {r.prompt for r in train_prompts} & {r.prompt for r in eval_prompts}
+    if shared:
+        raise UserError(
+            f"{len(shared)} held-out prompts are also training prompts, for example {min(shared)!r}: a held-out score would "
+            f"mean nothing. Set eval.source (now {config.eval.source or config.data.source!r}, split {config.eval.split!r}) "
+            "to prompts that data.source does not hold"
+        )
+
+
+def run_plan(plan: Plan, *, resume: bool, out: str | Path | None, root: str | Path) -> Result:
+    """Train to the end, export the model into `model/` of the run folder and write the report."""
+    ranks = Ranks()
+    made = None
+    if ranks.main:
+        made = RunFolder.create(root, plan.config.name, config_yaml=to_yaml(plan.config), resume=resume, out=out)
+    path = ranks.broadcast(str(made.path) if made is not None else None)
+    folder = made or RunFolder(path, resumed=resume)
+    trainer = None
+    try:
+        trainer = build_trainer(plan, folder, ranks)
+        if resume:
+            trainer.resume()
+        result = trainer.run()
+        if ranks.main:
+            export(trainer)
+        trainer.writer.finish(result)
+        return replace(result, folder=str(folder.path))
+    finally:
+        if trainer is not None:
+            trainer.suite.close()
+            trainer.writer.close()
+        folder.close()
+        ranks.close()
+
+
+def export(trainer: Trainer) -> None:
+    """The trained model (averaged weights where there are any) in the plain library's format, in `model/`."""
+    policy = trainer.policy
+    target = trainer.writer.folder.path / "model"
+    if EMA in policy.sets:
+        with policy.weights(EMA):
+            export_model(policy, target)
+        return
+    export_model(policy, target)

@@ -1,0 +1,404 @@
+"""The configuration tree of a run: frozen models, unknown keys refused with a did-you-mean, `key=value` overrides.
+
+Precedence, weakest first: field defaults, the defaults of the stack's methods in stack order, the recipe or file, overrides.
+`resolve` applies it once; the result is written into the run folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from visual_grpo.errors import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of every configuration section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft)."""
+
+    rank: Positive = 32
+    alpha: Positive = 64
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: list[str] | None = Field(None, description="module-name suffixes; null = the adapter's own list")
+    init: Literal["gaussian", "default"] = "gaussian"
+
+
+class ModelConfig(Section):
+    """Which generator is trained."""
+
+    adapter: str = Field(description="a name of `visual-grpo list models`, or package.module:Class")
+    path: str = Field(description="a folder, a hub id, or testbed/NAME")
+    revision: str | None = None
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field("float32", description="of frozen weights")
+    lora: LoraConfig | None = Field(None, description="null = full weights")
+    train_layers: list[str] | None = Field(None, description="full weights: train only parameters whose name contains one of these")
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section):
+    """Where the training prompts come from."""
+
+    source: str = Field(description="testbed/NAME, a .txt, .jsonl or .parquet file, or a hub data set id")
+    split: str = "train"
+    prompt_column: str = "prompt"
+    answer_column: str | None = Field(None, description="copied to metadata['answer']")
+    system_prompt: str | None = None
+    limit: Positive | None = None
+    shuffle: bool = True
+    balance: str | None = Field(None, description="metadata key whose values take turns, for example tag")
+
+
+class RewardConfig(Section):
+    """One reward of the weighted sum."""
+
+    weight: float = 1.0
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward's constructor")
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    retries: Annotated[int, Field(ge=0)] = 2
+    on_failed: Literal["drop", "stop"] = "drop"
+    eval_only: bool = False
+    batch_size: Positive | None = None
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages (card grpo_core)."""
+
+    scope: Literal["group", "batch", "none"] = Field("group", description="whose std divides; the mean is always the group's")
+    std: Literal["bessel", "population", "none"] = "bessel"
+    eps: Annotated[float, Field(ge=0)] = 1e-4
+    single_group: Literal["zero", "raw"] = "zero"
+    drop_flat: bool = Field(False, description="drop groups of equal rewards before the update")
+    clip: Annotated[float, Field(gt=0)] | None = Field(None, description="clamp to [-clip, clip]")
+    soft_clip: Annotated[float, Field(gt=0)] | None = Field(None, description="c * tanh(A / c)")
+
+
+class RatioConfig(Section):
+    """The importance ratio and its clip range [1 - clip_low, 1 + clip_high]."""
+
+    level: Literal["token", "sequence", "sequence_token"] = "token"
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    delta: Annotated[float, Field(gt=0)] | None = None
+    old: Literal["auto", "sampler"] = Field(
+        "auto", description="auto: on-policy updates take the detached new log-prob; sampler: always what sampling stored"
+    )
+
+
+class LossConfig(Section):
+    """Surrogate and aggregation."""
+
+    surrogate: Literal["clipped", "cispo", "sapo", "vespo"] = "clipped"
+    aggregation: Literal[
+        "sequence_mean_token_mean",
+        "token_mean",
+        "fixed_length",
+        "sequence_mean_token_sum",
+        "token_sum_over_length",
+        "micro_batch_token_mean",
+    ] = "sequence_mean_token_mean"
+    max_length: Positive | None = Field(None, description="divisor of fixed_length; null = the sampler's limit")
+    mask_truncated: bool = Field(False, description="samples that hit the length limit are masked out of the loss")
+
+
+class KlConfig(Section):
+    """Pull to the reference model (the start weights, or the disabled LoRA)."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "gaussian", "prediction"] = Field(
+        "k3", description="gaussian: transitions; prediction: mean squared difference of the network's predictions"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+
+
+class EmaConfig(Section):
+    """Averaged weights; evaluation and export use them."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    every: Positive = 8
+
+
+class TrainConfig(Section):
+    """Batch geometry and length of the run; what is derived from it is printed, never set."""
+
+    steps: Positive = 100
+    prompts_per_step: Positive = 8
+    group_size: Positive = 8
+    updates_per_step: Positive = Field(1, description="optimizer steps that one rollout batch is split into")
+    epochs_per_step: Positive = Field(1, description="times the rollout batch is gone through")
+    micro_batch: Positive = Field(32, description="rows in one forward and backward pass of a process")
+    units_per_pass: Positive | None = Field(None, description="units replayed in one pass; null = all")
+    rollout_batch: Positive | None = Field(None, description="rows sampled at once; null = all of the process")
+    max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop after this training time")
+    seed: int = 0
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig | None = None
+
+
+class EvalConfig(Section):
+    """Held-out evaluation with fixed prompts and noises."""
+
+    source: str | None = Field(None, description="as data.source; null = data.source")
+    split: str = "heldout"
+    every: Annotated[int, Field(ge=0)] = Field(10, description="steps between evaluations; 0 = only before and after")
+    samples: Positive = Field(120, description="samples at each evaluation during training")
+    final_samples: Positive = Field(480, description="samples before the first and after the last step")
+    batch: Positive = 120
+    sampling: dict[str, Any] = Field(default_factory=dict, description="overrides of `sampling` in evaluations")
+    seed: int = 1234
+    grid: Annotated[int, Field(ge=0)] = Field(24, description="samples kept as a picture grid or text page")
+
+
+class CheckpointConfig(Section):
+    """How often the complete state is written, and how many are kept."""
+
+    every: Positive = 10
+    keep: Positive = 2
+
+
+class AlarmConfig(Section):
+    """Each alarm warns, stops the run, or is off; limits are on the step's means."""
+
+    non_finite: Literal["off", "warn", "stop"] = "stop"
+    zero_gradient: Literal["off", "warn", "stop"] = "warn"
+    flat_groups: Literal["off", "warn", "stop"] = "warn"
+    flat_groups_steps: Positive = 5
+    clip_fraction: Literal["off", "warn", "stop"] = "warn"
+    clip_fraction_max: float = 0.9
+    kl: Literal["off", "warn", "stop"] = "warn"
+    kl_max: float = 10.0
+    reward_failed: Literal["off", "warn", "stop"] = "warn"
+    reward_failed_max: float = Field(0.1, description="share of rows whose reward failed")
+
+
+class WatchdogConfig(Section):
+    """Seconds after which a phase counts as hung; null = never."""
+
+    timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
+    action: Literal["warn", "stop"] = "stop"
+
+
+class SelfTestConfig(Section):
+    """The checks before the first step."""
+
+    enabled: bool = True
+    ratio_tolerance: Annotated[float, Field(gt=0)] | None = Field(None, description="null = by dtype")
+
+
+class TrackConfig(Section):
+    """Experiment trackers, through accelerate."""
+
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]] = []
+    project: str = "visual_grpo"
+
+
+def _method_list(value: Any) -> Any:
+    """`name`, `{name: params}` or a list of both, as `[{name: params}, ...]`."""
+    items = value if isinstance(value, list) else [value]
+    out: list[dict[str, dict[str, Any]]] = []
+    for item in items:
+        if isinstance(item, str):
+            out.append({item: {}})
+        elif isinstance(item, Mapping) and len(item) == 1:
+            name, params = next(iter(item.items()))
+            out.append({str(name): dict(params or {})})
+        else:
+            raise ValueError(f"a method is a name or one `name: {{options}}`, got {item!r}")
+    return out
+
+
+def _reward_map(value: Any) -> Any:
+    """`name`, `[name, ...]`, `{name: weight}` or `{name: {...}}` as `{name: {...}}`."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list):
+        value = {name: 1.0 for name in value}
+    if not isinstance(value, Mapping):
+        return value
+    return {k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
+
+
+MethodList = Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(_method_list)]
+RewardMap = Annotated[dict[str, RewardConfig], BeforeValidator(_reward_map)]
+
+
+class RunConfig(Section):
+    """One run. `sampling` is checked by the adapter, the options of a method by the method."""
+
+    name: str = "run"
+    summary: str = ""
+    model: ModelConfig
+    method: MethodList = Field(default=["grpo"], validate_default=True)
+    data: DataConfig
+    rewards: RewardMap
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    advantage: AdvantageConfig = AdvantageConfig()
+    ratio: RatioConfig = RatioConfig()
+    loss: LossConfig = LossConfig()
+    kl: KlConfig = KlConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    alarms: AlarmConfig = AlarmConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    self_test: SelfTestConfig = SelfTestConfig()
+    track: TrackConfig = TrackConfig()
+
+    def explicit(self) -> dict[str, Any]:
+        """Only the values that were set, as a nested dict: what a recipe states and a method's defaults must not override."""
+        return self.model_dump(mode="python", exclude_unset=True)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dict `base` with the values of `over` on top; neither is changed. `rewards`, `method` and other lists are replaced."""
+    out = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and key not in {"rewards", "params"}:
+            out[key] = merge(out[key], value)
+        else:
+            out[key] = value
+    return out
+
+
+def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """`["train.lr=1e-5", ...]` as a nested dict; values are YAML.
+
+    Raises:
+        UserError: an item without `=`, an empty key, or a value that is no YAML.
+    """
+    out: dict[str, Any] = {}
+    for item in items:
+        key, sep, text = item.partition("=")
+        parts = key.strip().split(".")
+        if not sep or not all(parts):
+            raise UserError(f"override {item!r} must look like section.key=value, for example train.steps=20")
+        try:
+            value = yaml.safe_load(text) if text.strip() else None
+        except yaml.YAMLError as error:
+            raise UserError(f"the value of override {item!r} is not valid YAML: {error}") from None
+        if isinstance(value, str):
+            value = _number(value)
+        nested: Any = value
+        for part in reversed(parts[1:]):
+            nested = {part: nested}
+        out = merge(out, {parts[0]: nested})
+    return out
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads `1e-5` as text; a number is meant."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _numbers(value: Any) -> Any:
+    """`_number` for every text of a nested structure that looks like an exponent form."""
+    if isinstance(value, Mapping):
+        return {k: _numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
+    if isinstance(value, str) and value[:1] in "+-.0123456789" and "e" in value.lower():
+        return _number(value)
+    return value
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a config file.
+
+    Raises:
+        UserError: missing, a folder, unreadable, empty, invalid YAML, or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read config file {str(path)!r}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config file {str(path)!r} is not UTF-8 text") from None
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"config file {str(path)!r} is not valid YAML: {error}") from None
+    if not isinstance(value, Mapping):
+        raise UserError(f"config file {str(path)!r} must hold sections such as model: and train:, got {type(value).__name__}")
+    return dict(_numbers(value))
+
+
+def validate(cls: type[BaseModel], values: Mapping[str, Any], *, where: str = "") -> Any:
+    """`cls(**values)`, with every fault in one message: the dotted key, what was given, what is expected.
+
+    Raises:
+        UserError: naming every fault, with a did-you-mean for unknown keys.
+    """
+    try:
+        return cls.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(cls, e, where) for e in error.errors())) from None
+
+
+def _explain(cls: type[BaseModel], error: Any, where: str) -> str:
+    loc = [str(part) for part in error["loc"]]
+    key = ".".join(([where] if where else []) + loc)
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(cls, loc[:-1])
+        close = difflib.get_close_matches(loc[-1], known, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return f"unknown key {key!r}.{hint} Known here: {', '.join(sorted(known))}."
+    if error["type"] == "missing":
+        return f"{key} is missing: set it in the config file or with {key}=..."
+    given = error.get("input")
+    return f"{key}: {error['msg']} (got {given!r})"
+
+
+def _known_keys(cls: type[BaseModel], loc: Sequence[str]) -> list[str]:
+    """Field names of the section that `loc` leads to."""
+    model: Any = cls
+    for part in loc:
+        info = getattr(model, "model_fields", {}).get(part)
+        if info is None:
+            continue
+        model = next((a for a in (info.annotation, *getattr(info.annotation, "__args__", ())) if hasattr(a, "model_fields")), model)
+    return list(getattr(model, "model_fields", {}))
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The config as YAML, in the order of its fields."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def resolve(raw: Mapping[str, Any], method_defaults: Sequence[Mapping[str, Any]] = ()) -> RunConfig:
+    """Validate `raw` over the defaults of the stack's methods (in stack order, the later wins).
+
+    Raises:
+        UserError: see `validate`.
+    """
+    base: dict[str, Any] = {}
+    for defaults in method_defaults:
+        base = merge(base, defaults)
+    config: RunConfig = validate(RunConfig, merge(base, raw))
+    return config

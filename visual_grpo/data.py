@@ -1,0 +1,207 @@
+"""Prompts: where they come from, and the order in which a run takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_grpo.config import DataConfig
+from visual_grpo.distributed import Ranks
+from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.method import seeded_generator
+from visual_grpo.registry import load_object
+from visual_grpo.types import PromptBatch
+
+TESTBED = {
+    "scenes": "visual_grpo.testbed.scenes:split_prompts",
+    "words": "visual_grpo.testbed.words:split_prompts",
+    "arithmetic": "visual_grpo.testbed.arithmetic:split_prompts",
+}
+"""Worlds that need no file: functions that give (train, held-out) lists of metadata with a `prompt`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """One line of a prompt set."""
+
+    prompt: str
+    metadata: dict[str, Any]
+
+
+def load_prompts(config: DataConfig) -> list[PromptRow]:
+    """Read a prompt set: `testbed/NAME`, a .txt (one prompt a line), .jsonl or .parquet file, or a hub data set id.
+
+    Raises:
+        UserError: missing, empty or malformed, with the line and what to change.
+    """
+    source = config.source
+    if source.startswith("testbed/"):
+        records = _testbed(source.removeprefix("testbed/"), config.split)
+    elif source.endswith((".txt", ".jsonl", ".json", ".parquet")):
+        records = _read_file(Path(source))
+    else:
+        records = _hub(source, config.split)
+    rows = [_row(record, number, config) for number, record in enumerate(records, 1)]
+    if not rows:
+        raise UserError(f"prompt set {source!r} (split {config.split!r}) holds no prompt")
+    return rows[: config.limit]
+
+
+def _testbed(name: str, split: str) -> list[dict[str, Any]]:
+    if name not in TESTBED:
+        raise UserError(f"no testbed world {name!r}.{did_you_mean(name, list(TESTBED))} Known: {', '.join(sorted(TESTBED))}.")
+    train, heldout = load_object(TESTBED[name])()
+    splits = {"train": train, "heldout": heldout}
+    if split not in splits:
+        raise UserError(f"testbed/{name} has the splits train and heldout, not {split!r}")
+    return list(splits[split])
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"no prompt file at {str(path)!r}; set data.source (or eval.source) to a .txt, .jsonl or .parquet file")
+    if path.suffix == ".parquet":
+        from datasets import load_dataset
+
+        return list(load_dataset("parquet", data_files=str(path), split="train"))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read prompt file {str(path)!r}: {error}") from None
+    if path.suffix == ".txt":
+        return [{"prompt": line.strip()} for line in lines if line.strip()]
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}); a .jsonl file has one object a line") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
+        records.append(record)
+    return records
+
+
+def _hub(source: str, split: str) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(source, split=split))
+    except Exception as error:
+        raise UserError(
+            f"{source!r} is no testbed world, no .txt/.jsonl/.parquet file, and could not be loaded as a hub data set "
+            f"(split {split!r}): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}"
+        ) from None
+
+
+def _row(record: dict[str, Any], number: int, config: DataConfig) -> PromptRow:
+    prompt = record.get(config.prompt_column)
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(
+            f"{config.source}, record {number}: column {config.prompt_column!r} must be a non-empty text, got {prompt!r}; "
+            f"the record has the columns {', '.join(map(str, record))}. Set data.prompt_column."
+        )
+    metadata = dict(record)
+    if config.answer_column is not None:
+        if config.answer_column not in record:
+            raise UserError(f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column)")
+        metadata["answer"] = record[config.answer_column]
+    if config.system_prompt is not None:
+        metadata["system"] = config.system_prompt
+    return PromptRow(prompt=prompt, metadata=metadata)
+
+
+def in_turns(rows: Sequence[PromptRow], key: str | None) -> list[list[int]]:
+    """Row indices by the value of metadata `key` (sorted by value); one list of all rows when `key` is None."""
+    if key is None:
+        return [list(range(len(rows)))]
+    values = [str(row.metadata.get(key)) for row in rows]
+    return [[i for i, v in enumerate(values) if v == value] for value in sorted(set(values))]
+
+
+class PromptSource:
+    """The order of a run's prompts: seeded shuffled epochs, kinds in turn, or draws by the stack's weights.
+
+    The state is one number, so a resumed run goes on where it stopped.
+    """
+
+    def __init__(self, rows: Sequence[PromptRow], config: DataConfig, seed: int) -> None:
+        self.rows = list(rows)
+        self.config = config
+        self.seed = seed
+        self.cursor = 0
+        self._turns = in_turns(self.rows, config.balance)
+
+    def draw(self, count: int, weights: Tensor | None = None) -> list[int]:
+        """Indices of the next `count` prompts; `weights` [P] of unequal values draw without replacement, 0 = never.
+
+        Raises:
+            UserError: fewer than `count` prompts have a weight above 0.
+        """
+        if weights is not None and not bool((weights == weights[0]).all()):
+            possible = int((weights > 0).sum())
+            if possible < count:
+                raise UserError(f"only {possible} prompts are left by select_prompts, but train.prompts_per_step needs {count}")
+            generator = seeded_generator(self.seed, 17, self.cursor)
+            chosen = torch.multinomial(weights.double(), count, generator=generator).tolist()
+        else:
+            chosen = [self._at(self.cursor + i) for i in range(count)]
+        self.cursor += count
+        return chosen
+
+    def _at(self, position: int) -> int:
+        turn = self._turns[position % len(self._turns)]
+        epoch, place = divmod(position // len(self._turns), len(turn))
+        if not self.config.shuffle:
+            return turn[place]
+        order = torch.randperm(len(turn), generator=seeded_generator(self.seed, 5, position % len(self._turns), epoch))
+        return turn[int(order[place])]
+
+
+def prompt_batch(rows: Sequence[PromptRow], group_size: int, *, first_group: int = 0) -> PromptBatch:
+    """`group_size` rows of every prompt, side by side; groups are numbered from `first_group`."""
+    count = len(rows)
+    groups = torch.arange(first_group, first_group + count).repeat_interleave(group_size)
+    return PromptBatch(
+        prompts=[r.prompt for r in rows for _ in range(group_size)],
+        metadata=[r.metadata for r in rows for _ in range(group_size)],
+        group_ids=groups,
+        row_ids=torch.arange(first_group * group_size, (first_group + count) * group_size),
+    )
+
+
+def evaluation_batch(rows: Sequence[PromptRow], samples: int) -> PromptBatch:
+    """`samples` rows over the prompts, kinds (`tag`) in turn; the first rows are the same whatever `samples` is.
+
+    Row i has `row_ids[i] == i`, so its noise is fixed; `tags["sample"]` counts repeats of a prompt.
+    """
+    has_tags = all("tag" in r.metadata for r in rows)
+    turns = in_turns(rows, "tag" if has_tags else None)
+    shuffled = [[t[i] for i in torch.randperm(len(t), generator=seeded_generator(99, k)).tolist()] for k, t in enumerate(turns)]
+    chosen, repeats = [], []
+    for i in range(samples):
+        turn = shuffled[i % len(shuffled)]
+        repeat, place = divmod(i // len(shuffled), len(turn))
+        chosen.append(turn[place])
+        repeats.append(repeat)
+    return PromptBatch(
+        prompts=[rows[i].prompt for i in chosen],
+        metadata=[rows[i].metadata for i in chosen],
+        group_ids=torch.arange(samples),
+        row_ids=torch.arange(samples),
+        tags={"sample": torch.tensor(repeats, dtype=torch.int64), "index": torch.tensor(chosen, dtype=torch.int64)},
+    )
+
+
+def share_of(ranks: Ranks, batch: PromptBatch) -> PromptBatch:
+    """This process's rows of a batch that all processes made alike; sizes may differ by one row."""
+    bounds = [len(batch) * r // ranks.world for r in range(ranks.world + 1)]
+    return batch.select(torch.arange(bounds[ranks.rank], bounds[ranks.rank + 1]))

@@ -1,0 +1,127 @@
+"""Held-out evaluation of a policy: fixed prompts, fixed noises, every sample's scores kept."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_grpo.data import PromptRow, evaluation_batch, share_of
+from visual_grpo.distributed import Ranks
+from visual_grpo.policy import Policy
+from visual_grpo.reward import RewardRequest
+from visual_grpo.scoring import RewardSuite
+from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """Scores of `n` held-out samples."""
+
+    rows: list[dict[str, Any]]
+    """one a sample: index, sample, prompt, tag, values, details, text."""
+    metrics: dict[str, float]
+    """means: `NAME`, `NAME/detail`, and `NAME/by_tag` (unweighted mean of the tags) where the prompts have tags."""
+    by_tag: dict[str, dict[str, float]]
+    images: Tensor | None = None
+    """[g, 3, H, W], the first samples, for the grid."""
+
+
+def reward_request(rollouts: RolloutBatch) -> RewardRequest:
+    """What rewards see of a rollout batch: text lengths are in sampled tokens."""
+    extra: dict[str, Any] = {}
+    if rollouts.texts is not None:
+        extra["lengths"] = rollouts.unit_mask.sum(1).cpu()
+        if "completion_ids" in rollouts.data:
+            kept = rollouts.unit_mask.cpu()
+            extra["completion_ids"] = [
+                row[m].tolist() for row, m in zip(rollouts.data["completion_ids"].cpu(), kept, strict=True)
+            ]
+        if rollouts.truncated is not None:
+            extra["truncated"] = rollouts.truncated.tolist()
+    return RewardRequest.build(
+        rollouts.prompts.prompts,
+        images=rollouts.images,
+        texts=rollouts.texts,
+        metadata=rollouts.prompts.metadata,
+        group_ids=rollouts.group_ids,
+        **extra,
+    )
+
+
+def evaluate_policy(
+    policy: Policy,
+    suite: RewardSuite,
+    prompts: Sequence[PromptRow],
+    *,
+    samples: int,
+    batch: int,
+    sampling: Any,
+    seed: int,
+    ranks: Ranks,
+    keep_images: int = 0,
+) -> Evaluation:
+    """Sample and score `samples` held-out rows, split over the processes.
+
+    Row i has the same prompt and the same noise at every call, whatever `samples`, the batch or the number of processes.
+    """
+    mine = share_of(ranks, evaluation_batch(prompts, samples))
+    rows: list[dict[str, Any]] = []
+    kept: list[Tensor] = []
+    for index in torch.arange(len(mine)).split(batch):
+        rollouts = policy.sample(mine.select(index), seed=seed, sampling=sampling)
+        scores = suite.score(reward_request(rollouts), evaluation=True)
+        rows += [_row(rollouts, scores, i) for i in range(len(index))]
+        if rollouts.images is not None and ranks.main:
+            kept.append(rollouts.images[: max(0, keep_images - sum(map(len, kept)))])
+    rows = sorted(ranks.gather_objects(rows), key=lambda r: r["row"])
+    metrics, by_tag = summarise(rows)
+    return Evaluation(rows=rows, metrics=metrics, by_tag=by_tag, images=torch.cat(kept) if kept else None)
+
+
+def _row(rollouts: RolloutBatch, scores: RewardBatch, i: int) -> dict[str, Any]:
+    prompts = rollouts.prompts
+    ok = (scores.status[i] == RewardStatus.OK).tolist()
+    row = {
+        "row": int(prompts.row_ids[i]),
+        "index": int(prompts.tags["index"][i]),
+        "sample": int(prompts.tags["sample"][i]),
+        "prompt": prompts.prompts[i],
+        "tag": prompts.metadata[i].get("tag"),
+        "values": {n: float(scores.values[i, k]) if ok[k] else None for k, n in enumerate(scores.names)},
+        "details": {k: _number(v[i]) for k, v in scores.details.items()},
+    }
+    if rollouts.texts is not None:
+        row["text"] = rollouts.texts[i]
+    return row
+
+
+def _number(value: Tensor) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """(means over all samples and unweighted means over tags, means by tag) of every value and detail."""
+    flat = [(str(r["tag"]), {**r["values"], **r["details"]}) for r in rows]
+    overall: dict[str, list[float]] = defaultdict(list)
+    tagged: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for tag, figures in flat:
+        for name, value in figures.items():
+            if value is not None:
+                overall[name].append(value)
+                tagged[tag][name].append(value)
+    metrics = {name: math.fsum(v) / len(v) for name, v in overall.items()}
+    by_tag = {tag: {n: math.fsum(v) / len(v) for n, v in figures.items()} for tag, figures in sorted(tagged.items())}
+    if any(r["tag"] is not None for r in rows):
+        for name in list(metrics):
+            means = [figures[name] for figures in by_tag.values() if name in figures]
+            metrics[f"{name}/by_tag"] = math.fsum(means) / len(means)
+    else:
+        by_tag = {}
+    return metrics, by_tag

@@ -1,0 +1,191 @@
+"""The loss of one micro-batch: replay, surrogate, weights, aggregation, regularisers.
+
+Every aggregation is linear (see `aggregation`), so the losses of all micro-batches, unit chunks and processes of an optimizer
+step add up to the step's loss whatever the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from visual_grpo.aggregation import Totals, expand_units, reduce_map
+from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
+from visual_grpo.errors import UserError
+from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.objectives import Metrics
+from visual_grpo.types import LogProb, MicroBatch, RolloutBatch
+
+
+RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 41)), torch.tensor([torch.inf])])
+"""Edges of the histogram of ratios: fine around 1, open at both ends."""
+
+
+@dataclass(kw_only=True)
+class LossInputs:
+    """Rows of one optimizer step with what was fixed before it."""
+
+    rollouts: RolloutBatch
+    """`n` rows; `unit_mask` is final (truncated rows already masked)."""
+    advantages: Tensor
+    """[n], [n, T] or [n, T, *map]."""
+    weights: Tensor
+    """[n, T] unit weights."""
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def select(self, index: Tensor) -> LossInputs:
+        """Rows `index` ([m] int64)."""
+        return LossInputs(
+            rollouts=self.rollouts.select(index), advantages=self.advantages[index], weights=self.weights[index]
+        )
+
+    def to(self, device: torch.device) -> LossInputs:
+        """On the training device."""
+        return LossInputs(
+            rollouts=self.rollouts.to(device), advantages=self.advantages.to(device), weights=self.weights.to(device)
+        )
+
+
+def couples_units(stack: MethodStack, state: LoopState) -> bool:
+    """True where the loss of a unit depends on the log-probs of other units of its row."""
+    ratio, loss = state.config.ratio, state.config.loss
+    return stack.needs.couples_units or ratio.level != "token" or loss.surrogate == "vespo"
+
+
+def passes(
+    stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopState
+) -> Iterator[tuple[Tensor, Metrics]]:
+    """Yield (loss with gradient, figures) of a micro-batch, one forward pass at a time; the caller runs `backward` on each.
+
+    With `train.units_per_pass` the units are replayed in chunks, so that memory does not grow with their number. A loss that
+    couples units is first evaluated without gradient; its exact derivative with respect to each log-prob then weights the
+    chunks, at the price of a second forward pass.
+    """
+    everything = torch.arange(rows.rollouts.num_units, device=rows.weights.device)
+    limit = state.config.train.units_per_pass or max(len(everything), 1)
+    chunks = list(everything.split(limit))
+    coefficients = stack.aggregate(rows.rollouts.unit_mask.float(), totals, rows.rollouts, state)
+    if len(chunks) > 1 and couples_units(stack, state):
+        yield from _coupled_passes(stack, rows, coefficients, everything, chunks, state)
+        return
+    for units in chunks:
+        log_prob = state.policy.log_prob(rows.rollouts, units)
+        micro = make_micro(stack, rows, units, log_prob, state)
+        loss, metrics = surrogate_loss(stack, micro, rows, coefficients, state)
+        extra, more = regularisers(stack, micro, rows, coefficients, state)
+        yield loss + extra, metrics | more
+
+
+def _coupled_passes(
+    stack: MethodStack, rows: LossInputs, coefficients: Tensor, everything: Tensor, chunks: list[Tensor], state: LoopState
+) -> Iterator[tuple[Tensor, Metrics]]:
+    with torch.no_grad():
+        values = torch.cat([state.policy.log_prob(rows.rollouts, units).value for units in chunks], dim=1)
+    leaf = values.requires_grad_()
+    micro = make_micro(stack, rows, everything, LogProb(value=leaf), state, reference=False)
+    loss, metrics = surrogate_loss(stack, micro, rows, coefficients, state)
+    (slope,) = torch.autograd.grad(loss, leaf)
+    for units in chunks:
+        log_prob = state.policy.log_prob(rows.rollouts, units)
+        micro = make_micro(stack, rows, units, log_prob, state)
+        extra, more = regularisers(stack, micro, rows, coefficients, state)
+        linear = (log_prob.value * slope[:, units]).sum()
+        share = loss.detach() if units is chunks[0] else torch.zeros_like(loss)
+        # The value is the true loss, the gradient that of the linear form.
+        yield linear - linear.detach() + share + extra, (metrics if units is chunks[0] else {}) | more
+
+
+def make_micro(
+    stack: MethodStack, rows: LossInputs, units: Tensor, log_prob: LogProb, state: LoopState, *, reference: bool = True
+) -> MicroBatch:
+    """Bundle one pass for the hooks; runs the reference only where a regulariser needs it."""
+    rollouts = rows.rollouts
+    detached = log_prob.value.detach()
+    if rollouts.old_log_prob is None or (state.on_policy and state.config.ratio.old == "auto"):
+        old = detached
+    else:
+        old = rollouts.old_log_prob[:, units].to(detached.dtype)
+    ref = None
+    if reference and (state.config.kl.beta > 0 or stack.needs.reference):
+        with torch.no_grad(), state.policy.reference():
+            ref = state.policy.log_prob(rollouts, units)
+    advantages = rows.advantages if rows.advantages.ndim == 1 else rows.advantages[:, units]
+    return MicroBatch(
+        rollouts=rollouts,
+        units=units,
+        advantages=expand_units(advantages, detached, "advantages").to(detached.dtype),
+        mask=rollouts.unit_mask[:, units].to(detached.dtype),
+        log_prob=log_prob,
+        old_log_prob=old,
+        reference=ref,
+    )
+
+
+def surrogate_loss(
+    stack: MethodStack, micro: MicroBatch, rows: LossInputs, coefficients: Tensor, state: LoopState
+) -> tuple[Tensor, Metrics]:
+    """Aggregate the weighted surrogate of one pass: (scalar, figures)."""
+    unit_loss, metrics = stack.surrogate(micro, state)
+    unit_loss = reduce_map(unit_loss)
+    weights = stack.chain("live_weights", rows.weights[:, micro.units], micro, state)
+    scale = (weights * coefficients[:, micro.units]).to(unit_loss.dtype)
+    loss = (unit_loss * scale).sum()
+    ratio = (micro.log_prob.value.detach() - micro.old_log_prob).clamp(-20, 20).exp()
+    kept = expand_units(micro.mask, ratio, "mask").expand_as(ratio) > 0
+    figures = dict(metrics)
+    if kept.any():
+        figures["ratio_max"] = (ratio[kept].max(), torch.tensor(1.0))
+        bins = torch.bucketize(ratio[kept].cpu().float(), RATIO_BINS[1:-1])
+        figures["hist/ratio"] = (torch.bincount(bins, minlength=len(RATIO_BINS) - 1), torch.tensor(1.0))
+    return loss, figures
+
+
+def regularisers(
+    stack: MethodStack, micro: MicroBatch, rows: LossInputs, coefficients: Tensor, state: LoopState
+) -> tuple[Tensor, Metrics]:
+    """The pull to the reference and the stack's own terms: (scalar to add, figures)."""
+    scale = coefficients[:, micro.units].to(micro.log_prob.value.dtype)
+    total = scale.new_zeros(())
+    figures: Metrics = {}
+    if state.config.kl.beta > 0:
+        unit = reference_divergence(micro, state)
+        total = total + state.config.kl.beta * (unit * scale).sum()
+        figures["kl"] = ((unit.detach() * micro.mask).sum(), micro.mask.sum())
+    for name, term in stack.regularise(micro, scale, rows.weights[:, micro.units], state).items():
+        total = total + term
+        figures[f"loss/{name}"] = (term.detach(), torch.tensor(0.0))  # the trainer counts optimizer steps
+    return total, figures
+
+
+def reference_divergence(micro: MicroBatch, state: LoopState) -> Tensor:
+    """Divergence from the reference per unit, [n, u], by `kl.estimator`.
+
+    Raises:
+        UserError: the estimator does not fit the units of the adapter.
+    """
+    estimator, now, ref = state.config.kl.estimator, micro.log_prob, micro.reference
+    assert ref is not None
+    if estimator == "gaussian":
+        if now.mean is None or ref.mean is None or now.kl_std is None:
+            raise UserError("kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs")
+        unit = gaussian_kl(now.mean.flatten(0, 1), ref.mean.flatten(0, 1), now.kl_std.flatten())
+        return unit.view(now.mean.shape[:2])
+    if estimator == "prediction":
+        if now.prediction is None or ref.prediction is None:
+            raise UserError("kl.estimator=prediction needs a denoising model; use kl.estimator=k3 for tokens")
+        return velocity_mse(now.prediction.flatten(0, 1), ref.prediction.flatten(0, 1)).view(now.prediction.shape[:2])
+    return reduce_map(kl_estimate(estimator, now.value, ref.value, mask=micro.mask))
+
+
+def fixed_weights(rows: LossInputs, stack: MethodStack, state: LoopState) -> LossInputs:
+    """Mask truncated rows out where asked; done before the totals are counted."""
+    rollouts = rows.rollouts
+    if not state.config.loss.mask_truncated or rollouts.truncated is None:
+        return rows
+    mask = rollouts.unit_mask & ~rollouts.truncated.to(rollouts.unit_mask.device)[:, None]
+    return replace(rows, rollouts=replace(rollouts, unit_mask=mask))

@@ -1,0 +1,374 @@
+"""Methods: the hooks of the loop, and the stack that several methods form.
+
+`Method` itself is vanilla GRPO: every hook has its default here. A method is a subclass in one file of `pipelines/` that fills
+only the hooks it changes; methods never inherit from each other. Hooks return values; none calls `backward`, the optimizer or
+the process group.
+
+- Exclusive hooks (`rollout`, `score`, `advantages`, `surrogate`, `aggregate`): at most one method of a stack fills each.
+- Chained hooks: run in stack order, each on the result of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from visual_grpo.advantages import group_advantages, soft_clip
+from visual_grpo.aggregation import Totals, aggregation_coefficients
+from visual_grpo.config import RunConfig, validate
+from visual_grpo.errors import UserError
+from visual_grpo.objectives import Metrics, cispo_surrogate, clipped_surrogate, sapo_surrogate, vespo_surrogate
+from visual_grpo.types import MicroBatch, PromptBatch, RewardBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from visual_grpo.adapters.protocol import SamplingConfig
+    from visual_grpo.distributed import Ranks
+    from visual_grpo.policy import Policy
+
+EXCLUSIVE = ("rollout", "score", "advantages", "surrogate", "aggregate")
+CHAINED = (
+    "select_prompts",
+    "before_rollout",
+    "after_rollout",
+    "shape_rewards",
+    "after_score",
+    "filter_groups",
+    "adjust_advantages",
+    "unit_weights",
+    "live_weights",
+    "regularise",
+    "after_step",
+)
+
+
+class MethodConfig(BaseModel):
+    """Base of a method's own options. Unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a method asks of the loop and of the adapter."""
+
+    unit_kinds: frozenset[str] = frozenset({"token", "transition", "noise_pair"})
+    """It can work on adapters that replay one of these units."""
+    kinds: frozenset[str] = frozenset({"diffusion", "autoregressive", "next_scale"})
+    weight_sets: frozenset[str] = frozenset()
+    """Named sets it reads: `old` (the weights that sampled), `ema`."""
+    reference: bool = False
+    """It reads `MicroBatch.reference` also when `kl.beta` is 0."""
+    whole_groups: bool = False
+    """All rows of a group must meet in one micro-batch."""
+    couples_units: bool = False
+    """Its unit losses depend on other units of the row, so units may not be replayed one by one."""
+    single_samples: bool = False
+    """It needs no group: `group_size` may be 1."""
+
+
+@dataclass(kw_only=True)
+class LoopState:
+    """What hooks may look at: the run and where it stands."""
+
+    config: RunConfig
+    policy: Policy
+    ranks: Ranks
+    sampling: SamplingConfig
+    step: int = 0
+    """0-based iteration; draws of a hook are keyed by (config.train.seed, step, row), never by the process."""
+    on_policy: bool = True
+    """the present weights are those that sampled (the first update of an iteration, nothing reused)."""
+    generate: Callable[[PromptBatch], RolloutBatch] = field(default=lambda _: _no_service("generate"))
+    """sample further rows with the stack's own rollout hooks."""
+    score: Callable[[RolloutBatch], RewardBatch] = field(default=lambda _: _no_service("score"))
+    """score rows with the stack's own scoring hooks."""
+    draw: Callable[[], PromptBatch] = field(default=lambda: _no_service("draw"))
+    """this process's share of the next `prompts_per_step` prompts, `group_size` rows each."""
+
+    def generator(self, *key: int) -> torch.Generator:
+        """A CPU generator that depends on (seed, step, key) alone."""
+        return seeded_generator(self.config.train.seed, self.step, *key)
+
+
+def _no_service(name: str) -> Any:
+    raise RuntimeError(f"state.{name} is only available inside the loop")
+
+
+def seeded_generator(*key: int) -> torch.Generator:
+    """A CPU generator seeded by a stable hash of integers."""
+    import hashlib
+
+    digest = hashlib.sha256(",".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+C = TypeVar("C", bound=MethodConfig)
+
+
+class Method(Generic[C]):
+    """Vanilla GRPO; subclasses fill what they change.
+
+    `defaults` are the core options of the method's paper, as a nested dict of config sections; the user's own values win.
+    """
+
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    needs: ClassVar[Needs] = Needs()
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    def check(self, run: RunConfig, sampling: SamplingConfig) -> None:
+        """Refuse a run that cannot work, before any weights are loaded.
+
+        Raises:
+            UserError: what does not fit, and what to change.
+        """
+
+    # -- data and rollout ---------------------------------------------------------------------------------------------------
+
+    def select_prompts(self, weights: Tensor, state: LoopState) -> Tensor:
+        """Chained. Sampling weights of the training prompts, [P] float64; 0 leaves a prompt out. All equal: shuffled epochs."""
+        return weights
+
+    def before_rollout(self, prompts: PromptBatch, state: LoopState) -> PromptBatch:
+        """Chained. Change contexts, add hints or tags."""
+        return prompts
+
+    def rollout(self, prompts: PromptBatch, state: LoopState) -> RolloutBatch:
+        """Exclusive. Sample and decode every row."""
+        return state.policy.sample(
+            prompts, seed=rollout_seed(state), sampling=state.sampling, batch=state.config.train.rollout_batch
+        )
+
+    def after_rollout(self, rollouts: RolloutBatch, state: LoopState) -> RolloutBatch:
+        """Chained. Edit, add or replace rows; draw noise pairs."""
+        return rollouts
+
+    # -- scores ---------------------------------------------------------------------------------------------------------------
+
+    def score(self, rollouts: RolloutBatch, rewards: Callable[[RolloutBatch], RewardBatch], state: LoopState) -> RewardBatch:
+        """Exclusive. Every reward on every row."""
+        return rewards(rollouts)
+
+    def shape_rewards(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
+        """Chained. Penalties, noise, calibration; the clean scores stay in `rewards.clean`."""
+        return rewards
+
+    def after_score(
+        self, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState
+    ) -> tuple[RolloutBatch, RewardBatch]:
+        """Chained. May sample and score again (`state.draw`, `state.generate`, `state.score`)."""
+        return rollouts, rewards
+
+    def filter_groups(self, keep: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+        """Chained. [N] bool, the rows that stay."""
+        return keep
+
+    # -- advantages -----------------------------------------------------------------------------------------------------------
+
+    def advantages(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+        """Exclusive. [N], [N, T] or [N, T, *map], over the rows of all processes."""
+        total, ids = rewards.total().double(), rollouts.group_ids
+        options = state.config.advantage
+        everywhere = group_advantages(
+            state.ranks.gather(total),
+            state.ranks.gather(ids),
+            scope=options.scope,
+            std=options.std,
+            eps=options.eps,
+            single_group=options.single_group,
+        )
+        return state.ranks.mine(everywhere, len(total)).float()
+
+    def adjust_advantages(self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+        """Chained, after the core's own clamps (`advantage.clip`, `advantage.soft_clip`)."""
+        return advantages
+
+    # -- loss -----------------------------------------------------------------------------------------------------------------
+
+    def unit_weights(self, weights: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+        """Chained. [N, T] factors of the unit losses, once a rollout batch; divisors keep counting plain units."""
+        return weights
+
+    def live_weights(self, weights: Tensor, micro: MicroBatch, state: LoopState) -> Tensor:
+        """Chained. [n, u] factors that need the present policy."""
+        return weights
+
+    def surrogate(self, micro: MicroBatch, state: LoopState) -> tuple[Tensor, Metrics]:
+        """Exclusive. Loss per unit [n, u, *map] (or [n, 1] for a sequence-level ratio) and its figures."""
+        ratio, loss = state.config.ratio, state.config.loss
+        args = (micro.log_prob.value, micro.old_log_prob, micro.advantages, micro.mask)
+        if loss.surrogate == "cispo":
+            return cispo_surrogate(*args, level=ratio.level, ratio_cap=ratio.clip_high)
+        if loss.surrogate == "sapo":
+            return sapo_surrogate(*args, level=ratio.level)
+        if loss.surrogate == "vespo":
+            return vespo_surrogate(*args)
+        return clipped_surrogate(
+            *args,
+            level=ratio.level,
+            clip_low=ratio.clip_low,
+            clip_high=ratio.clip_high,
+            dual_clip=ratio.dual_clip,
+            delta=ratio.delta,
+        )
+
+    def aggregate(self, mask: Tensor, totals: Totals, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+        """Exclusive. Coefficients [n, T] of a micro-batch's unit losses; their weighted sum over the step is the loss."""
+        loss = state.config.loss
+        limit = loss.max_length or getattr(state.sampling, "max_new_tokens", None)
+        return aggregation_coefficients(mask, totals, mode=loss.aggregation, max_length=limit)
+
+    def regularise(self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState) -> dict[str, Tensor]:
+        """Chained (added). Named terms to add to the loss; `coefficients` [n, u] aggregate, `weights` [n, u] are the unit weights."""
+        return {}
+
+    # -- after the update -------------------------------------------------------------------------------------------------------
+
+    def after_step(self, metrics: Mapping[str, float], state: LoopState) -> None:
+        """Chained. Schedules, curricula, weight sets."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of the method: numbers, text, lists and tensors."""
+        return {}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+def rollout_seed(state: LoopState) -> int:
+    """The sampling seed of this iteration."""
+    return (state.config.train.seed * 1_000_003 + state.step) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class MethodStack:
+    """Several methods as one. An empty stack is vanilla GRPO."""
+
+    def __init__(self, methods: Mapping[str, Method[Any]]) -> None:
+        """Check that no exclusive hook has two providers.
+
+        Raises:
+            UserError: two methods fill the same exclusive hook; names both and the hook.
+        """
+        self.methods = dict(methods)
+        self._core: Method[Any] = Method(MethodConfig())
+        self._providers: dict[str, Method[Any]] = {}
+        for hook in EXCLUSIVE:
+            names = [name for name, method in self.methods.items() if fills(method, hook)]
+            if len(names) > 1:
+                raise UserError(
+                    f"methods {names[0]!r} and {names[1]!r} cannot be stacked: both fill the exclusive hook {hook!r}; remove one"
+                )
+            self._providers[hook] = self.methods[names[0]] if names else self._core
+
+    @classmethod
+    def build(cls, config: RunConfig) -> MethodStack:
+        """Instantiate the stack of a resolved config."""
+        methods: dict[str, Method[Any]] = {}
+        for name, params in named_methods(config.method):
+            kind = method_class(name)
+            if name in methods:
+                raise UserError(f"method {name!r} stands twice in the stack; remove one")
+            methods[name] = kind(validate(kind.Config, params, where=f"method.{name}"))
+        return cls(methods)
+
+    def __getattr__(self, hook: str) -> Any:
+        """The provider of an exclusive hook."""
+        if hook in EXCLUSIVE:
+            return getattr(self._providers[hook], hook)
+        raise AttributeError(hook)
+
+    def provides(self, hook: str) -> bool:
+        """True where a method of the stack fills `hook`."""
+        return any(fills(method, hook) for method in self.methods.values())
+
+    def chain(self, hook: str, value: Any, *args: Any) -> Any:
+        """Run a chained hook in stack order: `value = method.hook(value, *args)`."""
+        for method in self.methods.values():
+            if fills(method, hook):
+                value = getattr(method, hook)(value, *args)
+        return value
+
+    def after_score(self, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState) -> tuple[RolloutBatch, RewardBatch]:
+        """The chained hook that carries two values."""
+        for method in self.methods.values():
+            rollouts, rewards = method.after_score(rollouts, rewards, state)
+        return rollouts, rewards
+
+    def regularise(self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState) -> dict[str, Tensor]:
+        """All methods' terms by name."""
+        terms: dict[str, Tensor] = {}
+        for name, method in self.methods.items():
+            for key, value in method.regularise(micro, coefficients, weights, state).items():
+                terms[f"{name}/{key}"] = value
+        return terms
+
+    def shaped(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
+        """`shape_rewards` of the whole stack, with the clean scores kept."""
+        out: RewardBatch = self.chain("shape_rewards", rewards, rollouts, state)
+        if out is not rewards and out.clean is None:
+            out.clean = rewards
+        return out
+
+    def adjusted(self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+        """The core's clamps, then `adjust_advantages` of the stack."""
+        options = state.config.advantage
+        if options.soft_clip is not None:
+            advantages = soft_clip(advantages, options.soft_clip)
+        if options.clip is not None:
+            advantages = advantages.clamp(-options.clip, options.clip)
+        out: Tensor = self.chain("adjust_advantages", advantages, rewards, rollouts, state)
+        return out
+
+    @property
+    def needs(self) -> Needs:
+        """Everything the stack asks for."""
+        all_needs = [m.needs for m in self.methods.values()]
+        return Needs(
+            unit_kinds=frozenset.intersection(Needs().unit_kinds, *(n.unit_kinds for n in all_needs)),
+            kinds=frozenset.intersection(Needs().kinds, *(n.kinds for n in all_needs)),
+            weight_sets=frozenset().union(*(n.weight_sets for n in all_needs)),
+            reference=any(n.reference for n in all_needs),
+            whole_groups=any(n.whole_groups for n in all_needs),
+            couples_units=any(n.couples_units for n in all_needs),
+            single_samples=any(n.single_samples for n in all_needs),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every method, by name."""
+        return {name: method.state_dict() for name, method in self.methods.items()}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        for name, method in self.methods.items():
+            method.load_state_dict(values.get(name, {}))
+
+
+def fills(method: Method[Any], hook: str) -> bool:
+    """True where the method's class has its own version of `hook`."""
+    return getattr(type(method), hook) is not getattr(Method, hook)
+
+
+def named_methods(items: list[dict[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """The stack as (name, options) pairs in order."""
+    return [(name, params) for item in items for name, params in item.items()]
+
+
+def method_class(name: str) -> type[Method[Any]]:
+    """Look a method up by name or `package.module:Class`.
+
+    Raises:
+        UserError: unknown, or the object is no `Method` class.
+    """
+    from visual_grpo.registry import METHODS
+
+    found = METHODS.get(name)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"method {name!r} leads to {found!r}, which is no subclass of visual_grpo.method.Method")
+    return found

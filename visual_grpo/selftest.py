@@ -1,0 +1,172 @@
+"""The checks that every run makes before its first step; they change nothing that the run computes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_grpo.advantages import flat_groups
+from visual_grpo.aggregation import Totals
+from visual_grpo.errors import RunError
+from visual_grpo.loss import LossInputs, passes
+from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.types import RewardBatch, RolloutBatch
+
+TOLERANCE = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 1e-1, "float16": 3e-2}
+"""How far a ratio may lie from 1 before the first update, by the dtype of the frozen weights."""
+
+
+class SelfTestError(RunError):
+    """The run could not have learned; nothing was trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check: `ok`, `warn` or `failed`."""
+
+    name: str
+    status: str
+    detail: str
+
+    def record(self) -> dict[str, Any]:
+        """For self_test.json."""
+        return asdict(self)
+
+
+def self_test(
+    stack: MethodStack, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState, *, lr: float
+) -> list[Check]:
+    """Run all checks on the first rollout batch; the caller prints them and stops on `failed`.
+
+    Weights and gradients are bit-identical afterwards and no random state is used.
+    """
+    rows = torch.arange(min(len(rollouts), state.config.train.micro_batch))
+    probe = rollouts.select(rows).to(state.policy.device)
+    checks = [
+        Check(name="trainable parameters", status="ok", detail=f"{state.policy.num_trainable:,}"),
+        _ratio(probe, state),
+        _unequal_rewards(rewards, rollouts, state),
+    ]
+    gradient = _gradient(stack, probe, state)
+    checks.append(gradient)
+    if gradient.status != "failed":
+        checks.append(_sampler_follows(probe, state, lr))
+    for parameter in state.policy.trainable.values():
+        parameter.grad = None
+    return checks
+
+
+def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
+    name = "ratio = 1 before the first update"
+    sampling: Any = state.sampling
+    if getattr(sampling, "logprob_mode", "guided") == "cond" and getattr(sampling, "guidance", 1.0) != 1.0:
+        return Check(name=name, status="ok", detail="exempt: log-probs leave guidance out (sampling.logprob_mode=cond)")
+    if "training" in probe.prompts.contexts:
+        return Check(name=name, status="ok", detail="exempt: the rows are trained under another prompt than they were sampled with")
+    if not bool(probe.unit_mask.any()):
+        return Check(name=name, status="failed", detail="no unit may be trained; check sampling (solver, steps) and the training window")
+    units = torch.arange(probe.num_units)
+    with torch.no_grad():
+        new = state.policy.log_prob(probe, units).value
+        old = state.policy.log_prob(probe, units).value if probe.old_log_prob is None else probe.old_log_prob.to(new)
+    mask = probe.unit_mask.reshape(*probe.unit_mask.shape, *([1] * (new.ndim - 2))).expand_as(new)
+    worst = float((new - old)[mask].abs().max().clamp(max=50).expm1())
+    limit = state.config.self_test.ratio_tolerance or TOLERANCE[state.config.model.dtype]
+    detail = f"largest |ratio - 1| {worst:.2e}, limit {limit:.0e}"
+    if worst <= limit:
+        return Check(name=name, status="ok", detail=detail)
+    return Check(
+        name=name,
+        status="failed",
+        detail=f"{detail}: sampling and replay disagree. Turn dropout off, use the same guidance, temperature and dtype in both, "
+        "or raise self_test.ratio_tolerance if the model's precision explains it",
+    )
+
+
+def _unequal_rewards(rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Check:
+    total, ids = state.ranks.gather(rewards.total()), state.ranks.gather(rollouts.group_ids)
+    flat = flat_groups(total, ids)
+    live = int((~flat).sum())
+    status, hint = ("ok", "") if live else (
+        "warn", ": nothing to learn from yet. Raise train.group_size, use easier prompts or a reward with finer steps"
+    )
+    return Check(name="groups with unequal rewards", status=status, detail=f"{live} of {len(flat)}{hint}")
+
+
+def _probe_inputs(probe: RolloutBatch) -> LossInputs:
+    """Alternating advantages: a gradient flows whatever the rewards were."""
+    signs = torch.ones(len(probe), device=probe.unit_mask.device)
+    signs[1::2] = -0.5
+    return LossInputs(rollouts=probe, advantages=signs, weights=torch.ones_like(probe.unit_mask, dtype=torch.float32))
+
+
+def _gradient(stack: MethodStack, probe: RolloutBatch, state: LoopState) -> Check:
+    name = "finite gradient of every trainable parameter"
+    inputs = _probe_inputs(probe)
+    fixed = replace(state, on_policy=True)
+    with torch.random.fork_rng():
+        for loss, _ in passes(stack, inputs, Totals.of_mask(probe.unit_mask), fixed):
+            if not torch.isfinite(loss):
+                return Check(name=name, status="failed", detail=f"the loss is {loss.item()}; use a wider model.dtype")
+            loss.backward()
+    grads = {n: p.grad for n, p in state.policy.trainable.items()}
+    bad = [n for n, g in grads.items() if g is not None and not bool(torch.isfinite(g).all())]
+    unused = [n for n, g in grads.items() if g is None]
+    if bad:
+        return Check(name=name, status="failed", detail=f"not finite in {len(bad)} of {len(grads)}, first {bad[0]!r}; use a wider model.dtype")
+    norm = float(sum(g.double().square().sum() for g in grads.values() if g is not None)) ** 0.5
+    if norm == 0.0:
+        return Check(name=name, status="failed", detail="the gradient is zero everywhere: the loss does not depend on the trained weights")
+    if unused:
+        return Check(name=name, status="warn", detail=f"{len(unused)} of {len(grads)} are not used by the loss, first {unused[0]!r}")
+    return Check(name=name, status="ok", detail=f"{len(grads)} tensors, norm {norm:.3g}")
+
+
+def _sampler_follows(probe: RolloutBatch, state: LoopState, lr: float) -> Check:
+    """One signed gradient step (AdamW's first) must change what sampling gives; the weights are put back."""
+    name = "an optimizer step changes the sampler's weights"
+    few = probe.prompts.select(torch.arange(min(2, len(probe))))
+    before = _fingerprint(few, state)
+    kept = {n: p.data.clone() for n, p in state.policy.trainable.items()}
+    size = max(lr, 1e-3)
+    with torch.no_grad():
+        for parameter in state.policy.trainable.values():
+            if parameter.grad is not None:
+                parameter.sub_(size * parameter.grad.sign())
+    after = _fingerprint(few, state)
+    with torch.no_grad():
+        for key, parameter in state.policy.trainable.items():
+            parameter.copy_(kept[key])
+    same = len(before) == len(after) and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    if same:
+        return Check(
+            name=name,
+            status="failed",
+            detail="samples are bit-identical after a step: the sampler uses other weights than those that are trained "
+            "(a copy, a merged LoRA, or a server that was not synchronised)",
+        )
+    return Check(name=name, status="ok", detail="samples differ after a step; weights put back")
+
+
+def _fingerprint(prompts: Any, state: LoopState) -> list[Tensor]:
+    rollouts = state.policy.sample(prompts, seed=7, sampling=state.sampling)
+    tensors = [v for v in rollouts.data.values() if isinstance(v, Tensor)]
+    return [*tensors, *([rollouts.old_log_prob] if rollouts.old_log_prob is not None else [])]
+
+
+def require(checks: list[Check]) -> None:
+    """Stop on a failed check.
+
+    Raises:
+        SelfTestError: naming each failed check and what to change.
+    """
+    failed = [c for c in checks if c.status == "failed"]
+    if failed:
+        raise SelfTestError("self-test failed before the first step:\n" + "\n".join(f"  {c.name}: {c.detail}" for c in failed))
+
+
+Printer = Callable[[list[Check]], None]

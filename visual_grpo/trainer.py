@@ -1,0 +1,319 @@
+"""The one training loop.
+
+select prompts -> rollout -> score -> shape rewards -> after score -> filter groups -> advantages -> unit weights -> for each
+micro-batch: surrogate -> live weights -> aggregate + regularise -> backward -> optimizer step -> after_step -> log, evaluate,
+checkpoint. Everything a step draws depends on (seed, step, row) alone, so a resumed run repeats the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_grpo import checkpoint as ckpt
+from visual_grpo.advantages import flat_groups
+from visual_grpo.aggregation import Totals
+from visual_grpo.alarms import Alarms
+from visual_grpo.batching import check_geometry, split_updates
+from visual_grpo.config import RunConfig
+from visual_grpo.data import PromptRow, PromptSource, prompt_batch
+from visual_grpo.distributed import Ranks
+from visual_grpo.errors import RunError
+from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
+from visual_grpo.loss import LossInputs, fixed_weights, passes
+from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.metrics import Stats, group_figures, reward_figures, step_histograms
+from visual_grpo.optimizer import Optimizer
+from visual_grpo.policy import Policy
+from visual_grpo.schedules import ema_decay, ema_is_due
+from visual_grpo.scoring import RewardSuite
+from visual_grpo.selftest import require, self_test
+from visual_grpo.types import PromptBatch, RewardBatch, RewardStatus, RolloutBatch
+from visual_grpo.watchdog import Watchdog
+from visual_grpo.writer import RunWriter
+
+EMA = "ema"
+OLD = "old"
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a run gives back."""
+
+    folder: str
+    step: int
+    before: Evaluation | None
+    after: Evaluation | None
+    stopped: str | None = None
+    """why the run ended before its last step."""
+
+
+class Trainer:
+    """Runs one config from its first (or resumed) step to its last."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        policy: Policy,
+        stack: MethodStack,
+        suite: RewardSuite,
+        train_prompts: Sequence[PromptRow],
+        eval_prompts: Sequence[PromptRow],
+        sampling: Any,
+        eval_sampling: Any,
+        ranks: Ranks,
+        writer: RunWriter,
+    ) -> None:
+        """Wire the parts; raises `UserError` on a batch geometry that does not divide."""
+        self.config, self.policy, self.stack, self.suite = config, policy, stack, suite
+        self.ranks, self.writer, self.eval_prompts, self.eval_sampling = ranks, writer, eval_prompts, eval_sampling
+        self.geometry = check_geometry(config.train, ranks.world, stack.needs)
+        self.source = PromptSource(train_prompts, config.data, config.train.seed)
+        self.optimizer = Optimizer(policy.trainable, config.train.optimizer, self.geometry.optimizer_steps)
+        self.alarms = Alarms(config.alarms)
+        self.watchdog: Watchdog = writer.watchdog
+        self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
+        self.state.generate, self.state.score, self.state.draw = self._generate, self._score, self._draw
+        self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
+        self.step = 0  # iterations done
+        self.trained_s = 0.0
+        self.tested = not config.self_test.enabled
+        self.first: Evaluation | None = None
+        if config.kl.beta > 0 or stack.needs.reference:
+            policy.keep_reference()
+
+    # -- the run ----------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train to the last step; a stop alarm or a failure leaves a checkpoint or the last one intact."""
+        train = self.config.train
+        last: Evaluation | None = None
+        if self.step == 0 and self.first is None:
+            self.first = last = self.evaluate(self.config.eval.final_samples)
+        stopped = None
+        while self.step < train.steps:
+            if train.max_minutes is not None and self.trained_s >= 60 * train.max_minutes:
+                stopped = f"train.max_minutes ({train.max_minutes:g}) reached"
+                break
+            self.iteration()
+            done = self.step == train.steps
+            if self.config.eval.every and self.step % self.config.eval.every == 0 and not done:
+                self.evaluate(self.config.eval.samples)
+            if self.step % self.config.checkpoint.every == 0 or done:
+                self.save()
+        last = self.evaluate(self.config.eval.final_samples) if self.step > 0 else last
+        return Result(folder=str(self.writer.folder.path), step=self.step, before=self.first, after=last, stopped=stopped)
+
+    def iteration(self) -> None:
+        """One rollout batch and its updates."""
+        started = time.perf_counter()
+        self.state.step, self.state.on_policy, self._drawn = self.step, True, 0
+        with self.watchdog.phase("rollout"):
+            rollouts, rewards = self.collect(self._draw())
+        with self.watchdog.phase("score"):
+            rewards = self.stack.shaped(rewards, rollouts, self.state)
+            rollouts, rewards = self.stack.after_score(rollouts, rewards, self.state)
+        if not self.tested:
+            with self.watchdog.phase("self-test"):
+                self._self_test(rollouts, rewards)
+        stats = Stats()
+        stats.update(reward_figures(rewards, rollouts))
+        rows, advantages = self.prepare(rollouts, rewards, stats)
+        with self.watchdog.phase("train"):
+            if OLD in self.stack.needs.weight_sets:
+                self.policy.snapshot(OLD)
+            self.update(rows, stats)
+        self.step += 1
+        metrics = stats.reduce(self.ranks) | {"lr": self.optimizer.lr}
+        for method in self.stack.methods.values():
+            method.after_step(metrics, self.state)
+        self.trained_s += time.perf_counter() - started
+        histograms = step_histograms(self.ranks, advantages, rewards.total(), stats)
+        self.writer.step(self.step, metrics, histograms, samples=self.geometry.rows_per_step)
+        for alarm in self.alarms.check(self.step, metrics):
+            self.writer.alarm(alarm)
+            if alarm.action == "stop":
+                self.save()
+                raise RunError(f"{alarm.message} (stopped; a checkpoint was written, go on with --resume)")
+
+    # -- rollout and scores -----------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> PromptBatch:
+        """This process's share of the next `prompts_per_step` prompts."""
+        train = self.config.train
+        weights = self.stack.chain("select_prompts", torch.ones(len(self.source.rows), dtype=torch.float64), self.state)
+        chosen = self.source.draw(train.prompts_per_step, weights)
+        mine = self.ranks.share(len(chosen), "train.prompts_per_step")
+        batch = prompt_batch([self.source.rows[chosen[i]] for i in mine], train.group_size, first_group=self._drawn + mine.start)
+        self._drawn += len(chosen)
+        return batch
+
+    def _generate(self, prompts: PromptBatch) -> RolloutBatch:
+        return self.stack.chain("after_rollout", self.stack.rollout(prompts, self.state), self.state)
+
+    def _score(self, rollouts: RolloutBatch) -> RewardBatch:
+        def rewards(rows: RolloutBatch) -> RewardBatch:
+            return self.suite.score(reward_request(rows))
+
+        return self.stack.score(rollouts, rewards, self.state)
+
+    def collect(self, prompts: PromptBatch) -> tuple[RolloutBatch, RewardBatch]:
+        """Sample and score whole groups, `rollout_batch` rows at a time; scoring overlaps the sampling of the next rows."""
+        prompts = self.stack.chain("before_rollout", prompts, self.state)
+        size = self.config.train.rollout_batch or len(prompts)
+        group = self.config.train.group_size
+        chunks = torch.arange(len(prompts)).split(max(size // group, 1) * group)
+        parts, scores = [], []
+        overlap = len(chunks) > 1 and not self.stack.provides("score")
+        for index in chunks:
+            rollouts = self._generate(prompts.select(index))
+            parts.append(rollouts)
+            scores.append(self.suite.submit(reward_request(rollouts)) if overlap else self._score(rollouts))
+        with self.watchdog.phase("score"):
+            done = [s.result() if isinstance(s, Future) else s for s in scores]
+        return RolloutBatch.concat(parts), RewardBatch.concat(done)
+
+    def prepare(self, rollouts: RolloutBatch, rewards: RewardBatch, stats: Stats) -> tuple[LossInputs, Tensor]:
+        """Filter, then advantages and unit weights over complete groups: (rows to train, advantages of all rows that were kept)."""
+        keep = ~(rewards.status == RewardStatus.FAILED).any(1)
+        keep = self.stack.chain("filter_groups", keep, rewards, rollouts, self.state)
+        if not bool(keep.all()):
+            rollouts, rewards = rollouts.select(torch.nonzero(keep).flatten()), rewards.select(torch.nonzero(keep).flatten())
+        advantages = self.stack.adjusted(self.stack.advantages(rewards, rollouts, self.state), rewards, rollouts, self.state)
+        flat = self._flat_rows(rewards, rollouts, stats)
+        weights = torch.ones(rollouts.unit_mask.shape)
+        weights = self.stack.chain("unit_weights", weights, rewards, rollouts, self.state)
+        rows = fixed_weights(LossInputs(rollouts=rollouts, advantages=advantages, weights=weights), self.stack, self.state)
+        if self.config.advantage.drop_flat:
+            rows = rows.select(torch.nonzero(~flat).flatten())
+        stats.update(group_figures(rows, advantages, self.ranks.world))
+        return rows, advantages
+
+    def _flat_rows(self, rewards: RewardBatch, rollouts: RolloutBatch, stats: Stats) -> Tensor:
+        """[n] bool, rows whose whole group (its rows of all processes) has equal rewards."""
+        total, ids = self.ranks.gather(rewards.total()), self.ranks.gather(rollouts.group_ids)
+        if len(ids) == 0:
+            return torch.zeros(0, dtype=torch.bool)
+        known, dense = torch.unique(ids, return_inverse=True)
+        flat = flat_groups(total, dense)
+        stats.set("flat_groups", float(flat.float().mean()))
+        return self.ranks.mine(flat[dense], len(rewards))
+
+    # -- update -----------------------------------------------------------------------------------------------------------------
+
+    def update(self, rows: LossInputs, stats: Stats) -> None:
+        """`updates_per_step` optimizer steps, `epochs_per_step` times over the rollout batch."""
+        train = self.config.train
+        for epoch in range(train.epochs_per_step):
+            key = (train.seed, self.step, epoch)
+            parts = split_updates(
+                rows.rollouts.group_ids, train.updates_per_step, whole_groups=self.stack.needs.whole_groups, key=key
+            )
+            for part in parts:
+                self.optimizer_step(rows.select(part), stats)
+                self.state.on_policy = False
+
+    def optimizer_step(self, rows: LossInputs, stats: Stats) -> None:
+        """Accumulate the micro-batches of all processes, then one step; nothing to train leaves the weights untouched."""
+        micros = micro_batches(rows, self.config.train.micro_batch, whole_groups=self.stack.needs.whole_groups)
+        counts = torch.tensor([len(rows), int(rows.rollouts.unit_mask.sum()), len(micros)], dtype=torch.float64)
+        totals = self.ranks.sum(counts)
+        if totals[1] == 0:
+            stats.set("grad_norm", 0.0)
+            return
+        none, one = torch.tensor(0.0), torch.tensor(1.0 / self.ranks.world)
+        divisors = Totals(rows=float(totals[0]), units=float(totals[1]), micro_batches=float(totals[2]))
+        for index in micros:
+            self.watchdog.beat()
+            inputs = rows.select(index).to(self.policy.device)
+            for loss, figures in passes(self.stack, inputs, divisors, self.state):
+                loss.backward()
+                stats.update({"loss": (loss.detach(), none), **figures})
+        self.ranks.reduce_gradients(list(self.policy.trainable.values()))
+        norm = self.optimizer.gradient_norm()
+        stats.update({"grad_norm": (norm, torch.tensor(1.0)), "loss": (none, one)})
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()  # the alarm decides whether the run goes on; the weights stay as they were
+            return
+        self.optimizer.step(norm)
+        ema = self.config.train.ema
+        if ema is not None and ema_is_due(self.optimizer.steps_done - 1, ema.every):
+            self.policy.average_into(EMA, ema_decay(self.optimizer.steps_done - 1, ema.decay))
+
+    # -- before, between, after -------------------------------------------------------------------------------------------------
+
+    def _self_test(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
+        checks = self_test(self.stack, rollouts, rewards, self.state, lr=self.config.train.optimizer.lr)
+        self.writer.self_test(checks)
+        require(checks)
+        self.tested = True
+
+    def evaluate(self, samples: int) -> Evaluation:
+        """Score held-out samples under the averaged weights where there are any, and write them down."""
+        config = self.config.eval
+        with self.watchdog.phase("evaluate"):
+            averaged = self.policy.weights(EMA) if EMA in self.policy.sets else nullcontext()
+            with averaged:
+                found = evaluate_policy(
+                    self.policy, self.suite, self.eval_prompts, samples=samples, batch=config.batch,
+                    sampling=self.eval_sampling, seed=config.seed, ranks=self.ranks, keep_images=config.grid,
+                )  # fmt: skip
+        self.writer.evaluation(self.step, found)
+        return found
+
+    def save(self) -> None:
+        """Write a complete checkpoint (main process)."""
+        with self.watchdog.phase("checkpoint"):
+            rng = self.ranks.gather_objects([ckpt.rng_state()])
+            if self.ranks.main:
+                state = {
+                    "cursor": self.source.cursor,
+                    "optimizer_steps": self.optimizer.steps_done,
+                    "trained_s": self.trained_s,
+                    "methods": self.stack.state_dict(),
+                    "alarms": self.alarms.state_dict(),
+                }
+                ckpt.save_checkpoint(
+                    self.writer.folder.checkpoints, self.step, policy=self.policy, optimizer=self.optimizer.tensors(),
+                    state=state, rng=rng, keep=self.config.checkpoint.keep,
+                )  # fmt: skip
+            self.ranks.barrier()
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint, or to the start if there is none."""
+        path = ckpt.latest_checkpoint(self.writer.folder.checkpoints)
+        if path is not None:
+            state, tensors = ckpt.load_checkpoint(path, self.policy)
+            self.step = int(state["step"])
+            self.optimizer.load_tensors(tensors, int(state["optimizer_steps"]))
+            self.source.cursor = int(state["cursor"])
+            self.trained_s = float(state["trained_s"])
+            self.stack.load_state_dict(state["methods"])
+            self.alarms.load_state_dict(state["alarms"])
+            ckpt.set_rng_state(state["rng"][self.ranks.rank])
+        self.first = self.writer.rewind(self.step)
+
+
+def micro_batches(rows: LossInputs, size: int, *, whole_groups: bool) -> list[Tensor]:
+    """Row indices of each forward and backward pass; with `whole_groups` a group is never cut (and a pass may hold more rows)."""
+    everything = torch.arange(len(rows))
+    if not whole_groups:
+        return list(everything.split(size)) if len(rows) else []
+    parts: list[Tensor] = []
+    ids = rows.rollouts.group_ids
+    for group in dict.fromkeys(ids.tolist()):
+        members = everything[ids == group]
+        if parts and len(parts[-1]) + len(members) <= size:
+            parts[-1] = torch.cat([parts[-1], members])
+        else:
+            parts.append(members)
+    return parts
+
