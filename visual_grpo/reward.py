@@ -206,6 +206,10 @@ class Reward(ABC):
     def __call__(self, request: RewardRequest) -> RewardOutput | Tensor | Sequence[float | None]:
         """Score every row of `request` by its own content, so that any split of a batch gives the same values."""
 
+    def close(self) -> None:
+        """Let go of processes and connections; the next call may take them up again."""
+        return None
+
 
 class GroupReward(Reward):
     """A reward that compares siblings: each call gets one whole group (equal `group_ids`) and nothing else."""

@@ -235,7 +235,8 @@ class RewardRunner:
             ) from None
 
     def close(self) -> None:
-        """End the worker thread."""
+        """End the worker thread and what the reward holds."""
+        self.reward.close()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
