@@ -1,0 +1,108 @@
+"""`visual-grpo compare`: reading run folders, pooling seeds, the table and the plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from visual_grpo.cli import main
+from visual_grpo.cli.runs import differing_settings, group_arms, read_run
+from visual_grpo.errors import UserError
+
+
+def make_run(folder: Path, scores: list[float], **settings: Any) -> Path:
+    folder.mkdir()
+    config = {"name": "toy", "method": [{"grpo": {}}], "train": {"seed": 0, "lr": 0.1}}
+    config["train"] |= settings  # type: ignore[operator]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [
+        {"step": i, "eval": {"score": s}, "reward/mean": s / 2, "note": "x", "flag": True} for i, s in enumerate(scores)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_seeds_are_pooled_and_settings_that_differ_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        make_run(tmp_path / "a", [0.1, 0.3, 0.2], seed=0),
+        make_run(tmp_path / "b", [0.1, 0.5, 0.4], seed=1),
+        make_run(tmp_path / "c", [0.1, 0.2], seed=0, lr=0.2),
+    ]
+    out = tmp_path / "plot.png"
+    assert main(["compare", *map(str, runs), "--out", str(out), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["metrics"] == ["eval/score"]
+    assert result["runs"][0] == {
+        "run": str(runs[0]),
+        "steps": 2,
+        "settings": {"train.lr": 0.1, "train.seed": 0},
+        "eval/score": {"first": 0.1, "last": 0.2, "best": 0.3},
+    }
+    pooled = result["arms"][0]
+    assert pooled["runs"] == 2
+    assert pooled["eval/score"]["mean"] == pytest.approx(0.3)
+    assert pooled["eval/score"]["std"] == pytest.approx(0.02**0.5)
+    assert result["arms"][1]["eval/score"] == {"mean": 0.2, "std": None}
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert main(["compare", *map(str, runs), "--out", str(out), "--metric", "reward/mean"]) == 0
+    assert "±" in capsys.readouterr().out
+
+
+def test_mean_curve_is_over_the_steps_all_runs_share(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / "a", [0.0, 1.0, 5.0])), read_run(make_run(tmp_path / "b", [1.0, 3.0], seed=1))]
+    assert differing_settings(runs) == ["train.seed"]
+    (arm,) = group_arms(runs)
+    assert arm.mean_curve("eval/score") == [(0, 0.5), (1, 2.0)]
+
+
+def test_a_step_logged_again_after_a_resume_replaces_the_first(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [0.1, 0.2])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "eval": {"score": 0.9}}\n')
+    assert read_run(folder).series("eval/score") == [(0, 0.1), (1, 0.9)]
+
+
+def test_a_last_line_that_is_cut_off_is_left_out_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "a", [0.1])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "ev')
+    assert read_run(folder).series("eval/score") == [(0, 0.1)]
+    assert "line 2 is cut off" in capsys.readouterr().err
+
+
+def test_broken_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = make_run(tmp_path / "good", [0.1])
+    with pytest.raises(UserError, match="no such folder"):
+        read_run(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"has no config\.yaml"):
+        read_run(tmp_path / "empty")
+    (good / "metrics.jsonl").write_text("{oops\n{}\n")
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        read_run(good)
+    (good / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match="not a JSON object"):
+        read_run(good)
+    (good / "metrics.jsonl").write_text("")
+    assert main(["compare", str(good)]) == 2
+    assert "no metric in common" in capsys.readouterr().err
+
+
+def test_an_unknown_metric_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "a", [0.1])
+    assert main(["compare", str(folder), "--metric", "eval/scor"]) == 2
+    assert "Did you mean 'eval/score'? It has: eval/score, reward/mean." in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "a", [0.1])
+    assert main(["compare", str(folder), "--out", str(tmp_path / "none" / "plot.png")]) == 2
+    assert "cannot write the plot" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""`visual-grpo list`, `recipe show`, `testbed build` and `benchmark`: names to objects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from visual_grpo.cli import main
+from visual_grpo.registry import RECIPES, REWARDS
+
+KINDS = ["models", "methods", "rewards", "recipes", "evals"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_is_a_list_of_names_and_summaries(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", kind, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == sorted(row["name"] for row in rows)
+    for row in rows:
+        assert set(row) == {"name", "summary", "origin", "target"}
+        assert row["summary"]
+    assert main(["list", kind]) == 0
+    assert "summary" in capsys.readouterr().out
+
+
+def test_listing_imports_no_heavy_library() -> None:
+    code = """
+import sys
+from visual_grpo.cli import main
+for kind in ("models", "methods", "rewards", "recipes", "evals"):
+    assert main(["list", kind]) == 0
+    assert main(["list", kind, "--json"]) == 0
+print(sorted({"torch", "numpy", "diffusers", "transformers", "datasets"} & set(sys.modules)), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_name_held_twice_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dist in ("one", "two"):
+        info = tmp_path / f"{dist}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            f"[visual_grpo.rewards]\nvg_twice = {dist}:Reward\nvg_{dist} = {dist}:Reward\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    REWARDS.refresh()
+    try:
+        assert main(["list", "rewards", "--json"]) == 0
+        rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+        assert main(["list", "rewards"]) == 0
+        assert "origin" in capsys.readouterr().out
+    finally:
+        monkeypatch.undo()
+        REWARDS.refresh()
+    assert rows["vg_one"]["origin"] == "distribution one"
+    assert rows["vg_twice"]["origin"] == "conflict"
+    assert "distribution one" in rows["vg_twice"]["summary"]
+    assert "distribution two" in rows["vg_twice"]["summary"]
+
+
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_every_recipe_prints_as_yaml_that_is_a_config(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from visual_grpo.config import RunConfig, load_yaml, validate
+
+    assert main(["recipe", "show", name]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert validate(RunConfig, load_yaml(tmp_path / "mine.yaml")) == RECIPES.get(name)()
+
+
+def test_testbed_build_calls_the_builder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vg_test_builder.py").write_text(
+        "def build(out_dir, seed=0):\n    out_dir.mkdir()\n    (out_dir / 'seed').write_text(str(seed))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("visual_grpo.cli.testbed.TABLE", {"toy": ("vg_test_builder:build", "Toy.")})
+    assert main(["testbed", "build", "toy", "--out", str(tmp_path / "toy"), "--seed", "7"]) == 0
+    assert (tmp_path / "toy" / "seed").read_text() == "7"
+    assert str(tmp_path / "toy") in capsys.readouterr().out
+
+
+def test_benchmark_prints_the_arms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vg_test_bench.py").write_text(
+        "def run(*, seeds, out):\n    return {'grpo': {'score': 0.25, 'seeds': seeds}, 'out': out}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("visual_grpo.eval.benchmarks.TABLE", {"toy": ("vg_test_bench:run", "Toy.")})
+    assert main(["benchmark", "toy", "--seeds", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"grpo": {"score": 0.25, "seeds": 2}, "out": "runs/benchmark_toy"}
+    assert main(["benchmark", "toy"]) == 0
+    assert "grpo.score" in capsys.readouterr().out
