@@ -1,0 +1,388 @@
+"""The folder of a run: config.yaml, metrics.jsonl, samples/, eval/, checkpoints/, report.html.
+
+Only the main process writes; another process opens the same path with `RunFolder(path)`. Every file is written whole or not at
+all (a temporary file that is renamed), except metrics.jsonl, whose lines are appended one by one and flushed to the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from visual_grpo.errors import RunError, UserError
+
+__all__ = ["MAY_CHANGE", "RunFolder", "changed_keys", "read_jsonl", "read_metrics", "write_atomic"]
+
+MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint", "track", "watchdog", "alarms", "summary")
+"""Keys and sections that may differ between a run and its resumption: none of them changes what a step computes."""
+
+# Locks that this process holds: a second run of the same process (train, then resume) may take the folder again.
+_HELD: dict[Path, int] = {}
+
+
+class RunFolder:
+    """Paths and writers of one run.
+
+    Attributes:
+        path: the folder.
+        resumed: whether `create` found a run to go on with.
+        config: the resolved config.
+        metrics: one JSON record a line.
+        samples: picture grids and text pages of evaluations.
+        eval: one file an evaluation, one line a sample.
+        checkpoints: complete states to resume from.
+        report: the report, one HTML file.
+        self_test: results of the checks before step 1.
+        log: what the run printed.
+        stacks: where the watchdog writes the stacks of a hung run.
+    """
+
+    def __init__(self, path: Path | str, *, resumed: bool = False) -> None:
+        self.path = Path(path)
+        self.resumed = resumed
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples"
+        self.eval = self.path / "eval"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+        self.self_test = self.path / "self_test.json"
+        self.log = self.path / "log.txt"
+        self.stacks = self.path / "stacks.txt"
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @classmethod
+    def create(
+        cls, root: Path | str, name: str, *, config_yaml: str, resume: bool = False, out: Path | str | None = None
+    ) -> RunFolder:
+        """Make or find the folder of a run and write its config.yaml.
+
+        Without `resume` the folder is `root/name`, or the first free one of `root/name-2`, `root/name-3`, ... when that holds a
+        run already. With `resume` it is the newest of these that holds a run, and its config must agree (see `MAY_CHANGE`).
+
+        Args:
+            root: the folder of all runs.
+            name: `config.name`.
+            config_yaml: the resolved config.
+            resume: go on with a run that exists.
+            out: exactly this folder, in place of `root` and `name`.
+
+        Raises:
+            UserError: `out` holds a run and `resume` is off; nothing to resume; another config; another process at work there.
+            RunError: the folder cannot be written.
+        """
+        if out is None and (not name.strip() or re.search(r"[/\\:\0]", name) or name.startswith(".")):
+            raise UserError(f"name {name!r} cannot name a folder: use letters, digits, '-' and '_', or give --out DIR")
+        if resume:
+            folder = cls(Path(out) if out is not None else _newest(Path(root), name), resumed=True)
+            folder._check_resume(config_yaml)
+            _make(folder.path)
+        elif out is not None:
+            folder = cls(Path(out))
+            if _holds_run(folder.path):
+                raise UserError(
+                    f"{str(folder.path)!r} already holds a run: use --resume to go on with it, or another --out"
+                )
+            _make(folder.path)
+        else:
+            folder = cls(_next_free(Path(root), name))
+        if not _lock(folder.path):
+            raise UserError(f"another process is training in {str(folder.path)!r}: stop it first, or use another --out")
+        for sub in (folder.samples, folder.eval, folder.checkpoints):
+            _guard(sub, lambda sub=sub: sub.mkdir(exist_ok=True))  # type: ignore[misc]
+        write_atomic(folder.config, config_yaml)
+        return folder
+
+    def _check_resume(self, config_yaml: str) -> None:
+        if not self.config.is_file():
+            raise UserError(f"nothing to resume: {str(self.path)!r} has no config.yaml; start it without --resume")
+        stored = yaml.safe_load(self.config.read_text(encoding="utf-8")) or {}
+        changed = changed_keys(stored, yaml.safe_load(config_yaml) or {})
+        if changed:
+            lines = "\n".join(f"  {key}: {old!r} in the run, {new!r} now" for key, (old, new) in changed.items())
+            raise UserError(
+                f"cannot resume {str(self.path)!r} with another config:\n{lines}\n"
+                f"Set these back, or start a new run without --resume. Only {', '.join(MAY_CHANGE)} may change."
+            )
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one record to metrics.jsonl and flush it to the disk.
+
+        Keys are sorted and numbers written in full, so equal records are equal bytes. JSON has no NaN or infinity: such a value
+        becomes null and its dotted key is listed under `non_finite`.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        line = _json_line(record)
+
+        def write() -> None:
+            with self.metrics.open("a", encoding="utf-8", newline="\n") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+
+        _guard(self.metrics, write)
+
+    def read_metrics(self, *kinds: str) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl, of `kinds` only where given; a torn last line is left out."""
+        return [r for r in read_metrics(self.path) if not kinds or r.get("kind") in kinds]
+
+    def truncate_metrics(self, step: int) -> int:
+        """Drop the records after `step` and a torn last line, so that a resumed run writes them once; return how many went."""
+        if not self.metrics.exists():
+            return 0
+        records = read_metrics(self.path)
+        kept = [r for r in records if r.get("step", 0) <= step]
+        content = "".join(_json_line(r) for r in kept).encode()
+        if content != self.metrics.read_bytes():
+            write_atomic(self.metrics, content)
+        return len(records) - len(kept)
+
+    def drop_metrics(self, kind: str, step: int) -> None:
+        """Drop the records of `kind` at `step`, which are about to be written again."""
+        records = self.read_metrics()
+        kept = [r for r in records if not (r.get("kind") == kind and r.get("step") == step)]
+        if len(kept) < len(records):
+            write_atomic(self.metrics, "".join(_json_line(r) for r in kept))
+
+    def eval_path(self, step: int) -> Path:
+        """`eval/step-000010.jsonl`."""
+        return self.eval / f"step-{step:06d}.jsonl"
+
+    def samples_path(self, step: int, suffix: str) -> Path:
+        """`samples/step-000010.png` or `.txt`."""
+        return self.samples / f"step-{step:06d}{suffix}"
+
+    def write_eval(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Write the samples of one evaluation, one a line."""
+        path = self.eval_path(step)
+        write_atomic(path, "".join(_json_line(row) for row in rows))
+        return path
+
+    def read_eval(self, step: int) -> list[dict[str, Any]]:
+        """The samples of the evaluation at `step`; none where it was not written."""
+        path = self.eval_path(step)
+        return read_jsonl(path) if path.is_file() else []
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write one JSON document, indented."""
+        clean, _ = _finite(value)
+        write_atomic(path, json.dumps(clean, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write_text_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str], marks: Sequence[Any]) -> Path:
+        """Write `samples/step-000010.txt`: prompt, completion and score of each sample."""
+        parts = [
+            f"[{i}] score {'-' if mark is None else f'{mark:.4g}'}\nprompt: {prompt}\n{text}\n"
+            for i, (prompt, text, mark) in enumerate(zip(prompts, texts, marks, strict=True))
+        ]
+        path = self.samples_path(step, ".txt")
+        write_atomic(path, "\n".join(parts))
+        return path
+
+    def close(self) -> None:
+        """Let go of the lock; a second call does nothing."""
+        handle = _HELD.pop(self.path.resolve(), None)
+        if handle is not None:
+            os.close(handle)
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a run folder or of a metrics.jsonl; a torn last line is left out, a missing file has none.
+
+    Raises:
+        UserError: a line in the middle is no record.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    return read_jsonl(path, torn_end=True) if path.exists() else []
+
+
+def read_jsonl(path: Path, *, torn_end: bool = False) -> list[dict[str, Any]]:
+    """The records of a file with one JSON object a line; with `torn_end` an incomplete last line is left out.
+
+    Raises:
+        UserError: the file cannot be read, or a line is no JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif not (torn_end and number == len(lines)):
+            raise UserError(f"line {number} of {str(path)!r} is not a JSON object; delete the line or restore the file")
+    return records
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: readers see the old content or the new.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def write() -> None:
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    _guard(path, write)
+
+
+def changed_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, without those that may change on a resume.
+
+    >>> changed_keys({"train": {"steps": 5, "seed": 0}}, {"train": {"steps": 9, "seed": 1}})
+    {'train.seed': (0, 1)}
+    """
+    old, new = _flat(stored), _flat(given)
+    keys = [k for k in {**old, **new} if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)]
+    return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            out.update(_flat(item, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = item
+    return out
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    clean, bad = _finite(record)
+    if bad:
+        clean = {**clean, "non_finite": sorted({*clean.get("non_finite", ()), *bad})}
+    return json.dumps(clean, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any, key: str = "") -> tuple[Any, list[str]]:
+    """A copy that JSON can hold, and the dotted keys whose numbers were NaN or infinite."""
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None, [key]
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return value, []
+    bad: list[str] = []
+    out: dict[Any, Any] = {}
+    for name, item in items:
+        out[name], found = _finite(item, f"{key}.{name}" if key else str(name))
+        bad += found
+    return (out if isinstance(value, Mapping) else list(out.values())), bad
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether a run has written here: a folder with only a config is a start that failed before its first record."""
+    metrics = path / "metrics.jsonl"
+    checkpoints = path / "checkpoints"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def _next_free(root: Path, name: str) -> Path:
+    """Make the first folder that holds no run, and lock it: two processes that start together get two folders."""
+    number = 0
+    while True:
+        number += 1
+        path = root / (name if number == 1 else f"{name}-{number}")
+        if (path.exists() and not path.is_dir()) or _holds_run(path):
+            continue
+        _make(path)
+        if _lock(path):
+            return path
+
+
+def _make(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{str(path)!r} is a file, not a folder: use another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{str(path)!r} cannot be made: a part of the path is a file; use another --out") from None
+    except OSError as error:
+        raise _write_error(path, error) from None
+
+
+def _newest(root: Path, name: str) -> Path:
+    """The run with the highest number among `root/name`, `root/name-2`, ..."""
+    pattern = re.compile(re.escape(name) + r"(?:-([1-9][0-9]*))?")
+    runs = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and (path / "config.yaml").is_file():
+            runs[int(match[1] or 1)] = path
+    if not runs:
+        raise UserError(
+            f"nothing to resume: no run {name!r} in {str(root)!r}; start it without --resume, or give --out DIR"
+        )
+    return runs[max(runs)]
+
+
+def _lock(path: Path) -> bool:
+    """Take the folder for this process; False when another process has it. The system drops the lock when a process dies."""
+    key = path.resolve()
+    if key in _HELD:
+        return True
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return True
+    try:
+        handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
+    except OSError as error:
+        raise _write_error(path, error) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return False
+    except OSError:  # a network file system without locks
+        os.close(handle)
+        return True
+    _HELD[key] = handle
+    return True
+
+
+def _guard(path: Path, write: Callable[[], Any]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise _write_error(path, error) from None
+
+
+def _write_error(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"cannot write {str(path)!r}: {error.strerror or error}. Free space or change the rights and go on with --resume, "
+        "or use another --out"
+    )
