@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-__all__ = ["Grid", "before_after", "load_grid", "mark_color", "save_grid"]
+__all__ = ["Grid", "before_after", "load_grid", "mark_color", "mark_scale", "save_grid"]
 
 _INK, _PAPER, _MUTED = (31, 41, 55), (255, 255, 255), (107, 114, 128)
 _GAP, _LINES, _FONT = 10, 2, 12
@@ -49,7 +49,7 @@ def save_grid(
     Args:
         images: [n, 3, H, W] float in [0, 1]; values outside are clamped.
         captions: [n], one under each picture, cut after two lines.
-        marks: [n] scores in [0, 1] (red to green; others are shown as the nearer end), None for no score.
+        marks: [n] scores, red to green over [0, 1], or over their own range where one lies outside; None for no score.
         path: the PNG.
         columns: default: about as wide as high.
         upscale: whole factor without smoothing; default: what makes the longer side at least 128 pixels.
@@ -130,6 +130,16 @@ def load_grid(path: Path) -> Grid:
     return Grid(tiles=tiles, captions=layout["captions"], marks=layout["marks"])
 
 
+def mark_scale(marks: Sequence[float | None]) -> Callable[[float], float]:
+    """What maps these scores to [0, 1]: nothing if they lie there, else their range."""
+    known = [mark for mark in marks if mark is not None and math.isfinite(mark)]
+    low, high = min([0.0, *known]), max([1.0, *known])
+    if (low, high) == (0.0, 1.0):
+        return lambda mark: mark
+    low, high = min(known), max(known)
+    return lambda mark: (mark - low) / (high - low) if high > low else 0.5
+
+
 def mark_color(mark: float) -> tuple[int, int, int]:
     """Red at 0, amber at 0.5, green at 1; the same scale in grids and reports."""
     stops = ((200, 62, 62), (214, 158, 46), (47, 133, 90))
@@ -187,11 +197,12 @@ def _compose(
     sheet = Image.new("RGB", (right, bottom), _PAPER)
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(_FONT)
+    scale = mark_scale(marks)
     for tile, caption, mark, (x, y) in zip(tiles, captions, marks, corners, strict=True):
         sheet.paste(tile, (x, y))
         line = y + height + 3
         if mark is not None and math.isfinite(mark):
-            color = mark_color(mark)
+            color = mark_color(scale(mark))
             draw.rounded_rectangle((x, line + 2, x + 9, line + 11), 2, fill=color)
             draw.text((x + 14, line), f"{mark:.3g}", font=font, fill=_INK)
         for number, words in enumerate(_wrap(caption, width, font), 1):

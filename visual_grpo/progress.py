@@ -32,7 +32,6 @@ class Progress:
 
     Args:
         total_steps: `train.steps`.
-        done: steps that a resumed run has behind it.
         enabled: False on every process but the main one.
         max_minutes: `train.max_minutes`, an upper bound of the time left.
         file: default the standard error output, so that output for programs stays clean.
@@ -42,7 +41,6 @@ class Progress:
         self,
         total_steps: int,
         *,
-        done: int = 0,
         enabled: bool = True,
         max_minutes: float | None = None,
         file: IO[str] | None = None,
@@ -51,7 +49,7 @@ class Progress:
         self.max_minutes = max_minutes
         self.enabled = enabled
         self._file = file if file is not None else sys.stderr
-        self._first = self._done = done
+        self._first = self._done = 0
         self._started = time.monotonic()
         self._phase = ""
         self._figures = ""
@@ -68,8 +66,14 @@ class Progress:
 
     def resume(self, done: int) -> None:
         """Count from step `done`, which a resumed run has behind it."""
-        self._first = self._done = done
+        self._first = self._done = 0
         self._started = time.monotonic()
+
+    def resume(self, step: int) -> None:
+        """Start at `step` steps done; the time left is reckoned from here."""
+        self._first = self._done = step
+        self._started = time.monotonic()
+        self._refresh()
 
     def phase(self, name: str) -> None:
         """Show what the run is doing; nothing is printed outside a terminal."""

@@ -139,21 +139,21 @@ class RunFolder:
 
     def truncate_metrics(self, step: int) -> int:
         """Drop the records after `step` and a torn last line, so that a resumed run writes them once; return how many went."""
+        return self._keep(lambda record: record.get("step", 0) <= step)
+
+    def drop_metrics(self, kind: str, step: int) -> int:
+        """Drop the records of one kind at one step; return how many went."""
+        return self._keep(lambda record: (record.get("kind"), record.get("step")) != (kind, step))
+
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
         if not self.metrics.exists():
             return 0
         records = read_metrics(self.path)
-        kept = [r for r in records if r.get("step", 0) <= step]
+        kept = [r for r in records if wanted(r)]
         content = "".join(_json_line(r) for r in kept).encode()
         if content != self.metrics.read_bytes():
             write_atomic(self.metrics, content)
         return len(records) - len(kept)
-
-    def drop_metrics(self, kind: str, step: int) -> None:
-        """Drop the records of `kind` at `step`, which are about to be written again."""
-        records = self.read_metrics()
-        kept = [r for r in records if not (r.get("kind") == kind and r.get("step") == step)]
-        if len(kept) < len(records):
-            write_atomic(self.metrics, "".join(_json_line(r) for r in kept))
 
     def eval_path(self, step: int) -> Path:
         """`eval/step-000010.jsonl`."""

@@ -79,16 +79,15 @@ class Tracker:
 def flat_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a record under one name each; those that are not finite are left out.
 
-    >>> flat_metrics({"kind": "train", "step": 1, "metrics": {"loss": 0.5}, "time": {"total": 2.0}, "memory_gb": 1.5})
-    {'train/loss': 0.5, 'time/train/total': 2.0, 'memory_gb': 1.5}
+    >>> flat_metrics({"kind": "train", "step": 1, "metrics": {"loss": 0.5}, "time": {"total": 2.0}, "memory_gb": {"resident": 1.5}})
+    {'train/loss': 0.5, 'time/train/total': 2.0, 'memory_gb/resident': 1.5}
     """
     kind = record["kind"]
     out = {f"{kind}/{key}": value for key, value in record.get("metrics", {}).items()}
     out |= {f"time/{kind}/{key}": value for key, value in record.get("time", {}).items()}
     for tag, metrics in record.get("by_tag", {}).items():
         out |= {f"{kind}/{tag}/{key}": value for key, value in metrics.items()}
-    if "memory_gb" in record:
-        out["memory_gb"] = record["memory_gb"]
+    out |= {f"memory_gb/{key}": value for key, value in record.get("memory_gb", {}).items()}
     return {k: float(v) for k, v in out.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 

@@ -107,6 +107,12 @@ def test_colours_go_from_red_to_green():
     assert mark_color(7) == (47, 133, 90)
 
 
+def test_scores_outside_the_unit_interval_use_their_own_range():
+    assert [grid.mark_scale([0.2, None, 0.9])(m) for m in (0.2, 0.9)] == [0.2, 0.9]
+    assert [grid.mark_scale([20.0, 22.0, float("nan")])(m) for m in (20.0, 21.0, 22.0)] == [0.0, 0.5, 1.0]
+    assert grid.mark_scale([5.0])(5.0) == 0.5
+
+
 @pytest.mark.parametrize("module", [grid, alarms], ids=lambda m: m.__name__)
 def test_examples_of_the_docstrings(module):
     assert doctest.testmod(module).failed == 0

@@ -151,6 +151,16 @@ def test_truncate_drops_later_records_and_a_torn_line(tmp_path):
     assert folder.metrics.read_bytes() == before
 
 
+def test_drop_removes_one_kind_at_one_step(tmp_path):
+    folder = create(tmp_path)
+    for record in (train(1), {"kind": "eval", "step": 1}, train(2), {"kind": "eval", "step": 2}):
+        folder.append_metrics(record)
+    assert folder.drop_metrics("eval", 2) == 1
+    assert [(r["kind"], r["step"]) for r in folder.read_metrics()] == [("train", 1), ("eval", 1), ("train", 2)]
+    assert folder.truncate_metrics(-1) == 3
+    assert folder.read_metrics() == []
+
+
 def test_truncate_removes_only_the_torn_line(tmp_path):
     folder = create(tmp_path)
     assert folder.truncate_metrics(3) == 0

@@ -20,7 +20,7 @@ RECORD = {
     "step": 3,
     "metrics": {"loss": 0.5, "reward/total": 0.25, "kl": float("nan")},
     "time": {"total": 1.5, "rollout": 1.0},
-    "memory_gb": 2.0,
+    "memory_gb": {"resident": 2.0},
 }
 
 
@@ -73,7 +73,7 @@ def test_tensorboard_gets_the_figures(tmp_path):
         "train/reward/total": 0.25,
         "time/train/total": 1.5,
         "time/train/rollout": 1.0,
-        "memory_gb": 2.0,
+        "memory_gb/resident": 2.0,
         "eval/reward/total": 0.5,
         "eval/counting/reward/total": 0.25,
     }
@@ -95,7 +95,8 @@ def test_values_from_json_that_are_null_are_left_out():
 
 def test_plain_progress_is_one_line_a_step():
     out = io.StringIO()
-    with Progress(4, done=2, file=out) as bar:
+    with Progress(4, file=out) as bar:
+        bar.resume(2)
         bar.phase("rollout")
         bar.step(
             3,
