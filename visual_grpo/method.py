@@ -86,7 +86,7 @@ class LoopState:
     generate: Callable[[PromptBatch], RolloutBatch] = field(default=lambda _: _no_service("generate"))
     """sample further rows with the stack's own rollout hooks."""
     score: Callable[[RolloutBatch], RewardBatch] = field(default=lambda _: _no_service("score"))
-    """score rows with the stack's own scoring hooks."""
+    """score and shape rows with the stack's own hooks."""
     draw: Callable[[], PromptBatch] = field(default=lambda: _no_service("draw"))
     """this process's share of the next `prompts_per_step` prompts, `group_size` rows each."""
 

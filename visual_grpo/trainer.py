@@ -81,7 +81,7 @@ class Trainer:
         self.alarms = Alarms(config.alarms)
         self.watchdog: Watchdog = writer.watchdog
         self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
-        self.state.generate, self.state.score, self.state.draw = self._generate, self._score, self._draw
+        self.state.generate, self.state.score, self.state.draw = self._generate, self._shaped_score, self._draw
         self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
         self.step = 0  # iterations done
         self.trained_s = 0.0
@@ -164,6 +164,9 @@ class Trainer:
             return self.suite.score(reward_request(rows))
 
         return self.stack.score(rollouts, rewards, self.state)
+
+    def _shaped_score(self, rollouts: RolloutBatch) -> RewardBatch:
+        return self.stack.shaped(self._score(rollouts), rollouts, self.state)
 
     def collect(self, prompts: PromptBatch) -> tuple[RolloutBatch, RewardBatch]:
         """Sample and score whole groups, `rollout_batch` rows at a time; scoring overlaps the sampling of the next rows."""

@@ -90,18 +90,12 @@ class Dapo(Method[DapoConfig]):
             if len(_groups(kept_rollouts, state)) >= wanted:
                 break
             fresh = state.generate(state.draw())
-            live_rollouts, live_rewards = _live(fresh, self.shape_rewards_of(fresh, state), state)
+            live_rollouts, live_rewards = _live(fresh, state.score(fresh), state)
             kept_rollouts = RolloutBatch.concat([kept_rollouts, live_rollouts])
             kept_rewards = RewardBatch.concat([kept_rewards, live_rewards])
         first = _groups(kept_rollouts, state)[:wanted]
         rows = torch.nonzero(torch.isin(kept_rollouts.group_ids, first)).flatten()
         return kept_rollouts.select(rows), kept_rewards.select(rows)
-
-    def shape_rewards_of(self, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
-        """Score refill rows as the first rows were."""
-        clean = state.score(rollouts)
-        shaped = self.shape_rewards(clean, rollouts, state)
-        return shaped if shaped is clean else replace(shaped, clean=clean)
 
 
 def _groups(rollouts: RolloutBatch, state: LoopState) -> Tensor:

@@ -3,4 +3,7 @@
 Nothing is imported until a family is used: the table holds paths and the line that `visual-grpo list models` prints.
 """
 
-TABLE: dict[str, tuple[str, str]] = {}
+TABLE: dict[str, tuple[str, str]] = {
+    "sd3": ("visual_grpo.adapters.sd3:SD3Adapter", "any StableDiffusion3Pipeline: tiny, SD3-M, SD3.5-M, SD3.5-L"),
+    "text_lm": ("visual_grpo.adapters.text_lm:TextLM", "any AutoModelForCausalLM, with a chat template or plain text"),
+}

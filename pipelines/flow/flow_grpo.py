@@ -1,0 +1,201 @@
+"""Flow-GRPO and Flow-GRPO-Fast: "Flow-GRPO: Training Flow Matching Models via Online RL", arXiv 2505.05470.
+
+What differs from GRPO: each Euler step of the flow becomes a Gaussian with the same marginals (Flow-SDE, CPS), each step is a
+unit, the log-prob is a mean over dimensions (hence clip 1e-4), the advantage divides by the population std of ALL rewards of the
+step, the KL compares means. Fast (`window`): only a few consecutive steps are noisy and trained, the start drawn once a step.
+Departures: rows of flat groups are dropped and none is put back (the divisors need no even batches here); a failed reward drops
+the row instead of scoring 0; gradient flows through both guidance branches (the newer code; `sampling.guidance_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from visual_grpo.config import (
+    AdvantageConfig,
+    DataConfig,
+    EmaConfig,
+    EvalConfig,
+    KlConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RatioConfig,
+    RewardConfig,
+    RunConfig,
+    TrainConfig,
+)
+from visual_grpo.errors import UserError
+from visual_grpo.method import LoopState, Method, MethodConfig, Needs, rollout_seed
+from visual_grpo.schedules import training_window
+from visual_grpo.types import PromptBatch, RolloutBatch
+
+
+class FlowGrpoConfig(MethodConfig):
+    """Options of Flow-GRPO."""
+
+    window: int | None = Field(None, ge=1, description="Fast: noisy, trained steps; null = all steps but the last")
+    window_low: int = Field(0, ge=0, description="Fast: first step the window may start at")
+    window_high: int | None = Field(None, ge=1, description="Fast: end of the range the window lies in; null = all but the last step")
+
+
+class FlowGrpo(Method[FlowGrpoConfig]):
+    """SDE sampling, and the choice of the trained steps."""
+
+    Config: ClassVar[type[MethodConfig]] = FlowGrpoConfig
+    needs: ClassVar[Needs] = Needs(unit_kinds=frozenset({"transition"}), kinds=frozenset({"diffusion"}))
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "sampling": {"solver": "flow_sde", "noise_scale": 0.7, "reduction": "mean"},
+        "eval": {"sampling": {"solver": "ode"}},
+        "advantage": {"scope": "batch", "std": "population", "eps": 1e-4, "clip": 5.0, "drop_flat": True},
+        "ratio": {"clip_low": 1e-4, "clip_high": 1e-4},
+        "kl": {"estimator": "gaussian"},
+        "train": {"updates_per_step": 2, "ema": {"decay": 0.9, "every": 8}},
+    }
+
+    def check(self, run: RunConfig, sampling: Any) -> None:
+        """The sampler must be stochastic and hold the window."""
+        if sampling.solver == "ode":
+            raise UserError("flow_grpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde or cps")
+        if self.config.window is not None:
+            self._window(sampling.steps, None)
+
+    def _window(self, steps: int, generator: torch.Generator | None) -> range:
+        config = self.config
+        assert config.window is not None
+        high = config.window_high if config.window_high is not None else steps - 1
+        try:
+            return training_window(steps, config.window, config.window_low, high, generator)
+        except ValueError as error:
+            raise UserError(f"method.flow_grpo: {error}") from None
+
+    def rollout(self, prompts: PromptBatch, state: LoopState) -> RolloutBatch:
+        """Sample with noise on all steps but the last, or on the window of this step."""
+        sampling: Any = state.sampling
+        units = None
+        if self.config.window is not None:
+            window = self._window(sampling.steps, state.generator(3))
+            units = torch.arange(window.start, window.stop)
+        return state.policy.sample(prompts, seed=rollout_seed(state), sampling=sampling, units=units)
+
+
+def scenes(name: str, method: Any, summary: str, **sections: Any) -> RunConfig:
+    """The tiny SD3 on the testbed's scenes with its GenEval reward; shared by the flow methods' tiny recipes."""
+    settings: dict[str, Any] = {
+        "model": ModelConfig(adapter="sd3", path="testbed/sd3_tiny"),
+        "data": DataConfig(source="testbed/scenes", balance="tag"),
+        "rewards": {"geneval": RewardConfig(params={"mode": "mixed", "detector": "testbed"})},
+        "sampling": {"steps": 6, "guidance": 1.0},
+        "train": TrainConfig(
+            steps=60, prompts_per_step=8, group_size=12, micro_batch=96, optimizer=OptimizerConfig(lr=2e-4, betas=(0.9, 0.99))
+        ),
+        "eval": EvalConfig(every=20, samples=240, final_samples=480, batch=240),
+    }
+    for key, value in sections.items():
+        old = settings.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping) and key == "sampling"
+        settings[key] = {**old, **value} if both and old is not None else value
+    return RunConfig(name=name, summary=summary, method=[method], **settings)
+
+
+def flow_grpo_tiny() -> RunConfig:
+    """Flow-GRPO on the tiny SD3, pulled to the base model."""
+    return scenes(
+        "flow_grpo_tiny",
+        "flow_grpo",
+        "Flow-GRPO on the testbed's scenes",
+        sampling={"steps": 6, "guidance": 1.0, "noise_scale": 0.7},
+        kl=KlConfig(beta=1.0, estimator="gaussian"),
+        train=TrainConfig(
+            steps=40,
+            prompts_per_step=8,
+            group_size=12,
+            micro_batch=96,
+            units_per_pass=1,
+            optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.99)),
+        ),
+    )
+
+
+def flow_grpo_fast_tiny() -> RunConfig:
+    """Flow-GRPO-Fast on the tiny SD3: two noisy steps."""
+    return scenes(
+        "flow_grpo_fast_tiny",
+        {"flow_grpo": {"window": 2, "window_high": 4}},
+        "Flow-GRPO-Fast on the testbed's scenes: two noisy steps",
+        kl=KlConfig(beta=1.0, estimator="gaussian"),
+    )
+
+
+def sd35_medium(name: str, method: Any, summary: str, reward: str, **sections: Any) -> RunConfig:
+    """SD3.5-medium at 512 px with the paper's LoRA; shared by the flow methods' recipes."""
+    settings: dict[str, Any] = {
+        "model": ModelConfig(
+            adapter="sd3", path="stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16", lora=LoraConfig(rank=32, alpha=64)
+        ),
+        "data": DataConfig(source=f"data/{reward}/train.jsonl"),
+        "rewards": {reward: RewardConfig()},
+        "sampling": {"steps": 10, "guidance": 4.5, "height": 512, "width": 512},
+        "eval": EvalConfig(
+            source=f"data/{reward}/test.jsonl", every=30, samples=480, final_samples=2048, batch=16, sampling={"steps": 40}
+        ),
+    }
+    return RunConfig(name=name, summary=summary, method=[method], **{**settings, **sections})
+
+
+def _paper(beta: float) -> dict[str, Any]:
+    """48 prompts x 24 images, AdamW 3e-4, two updates a step."""
+    return {
+        "advantage": AdvantageConfig(scope="batch"),
+        "ratio": RatioConfig(clip_low=1e-4, clip_high=1e-4),
+        "kl": KlConfig(beta=beta, estimator="gaussian"),
+        "train": TrainConfig(
+            steps=2500,
+            prompts_per_step=48,
+            group_size=24,
+            updates_per_step=2,
+            micro_batch=9,
+            units_per_pass=1,
+            rollout_batch=48,
+            optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            ema=EmaConfig(decay=0.9, every=8),
+        ),
+    }
+
+
+def flow_grpo_sd35_medium_geneval() -> RunConfig:
+    """Flow-GRPO, SD3.5-medium, GenEval (partial credit), KL 0.04."""
+    geneval = {"geneval": RewardConfig(params={"mode": "partial", "detector": "mask2former"})}
+    return sd35_medium(
+        "flow_grpo_sd35_medium_geneval", "flow_grpo", "Flow-GRPO on SD3.5-medium, GenEval", "geneval", rewards=geneval, **_paper(0.04)
+    )
+
+
+def flow_grpo_sd35_medium_ocr() -> RunConfig:
+    """Flow-GRPO, SD3.5-medium, text rendering, KL 0.04."""
+    return sd35_medium("flow_grpo_sd35_medium_ocr", "flow_grpo", "Flow-GRPO on SD3.5-medium, OCR", "ocr", **_paper(0.04))
+
+
+def flow_grpo_sd35_medium_pickscore() -> RunConfig:
+    """Flow-GRPO, SD3.5-medium, PickScore / 26, KL 0.01."""
+    return sd35_medium(
+        "flow_grpo_sd35_medium_pickscore", "flow_grpo", "Flow-GRPO on SD3.5-medium, PickScore", "pickscore", **_paper(0.01)
+    )
+
+
+def flow_grpo_fast_sd35_medium_geneval() -> RunConfig:
+    """Flow-GRPO-Fast without guidance: CPS noise 0.8, three steps in [0, 5), clip 1e-5, no KL."""
+    settings = _paper(0.0) | {"ratio": RatioConfig(clip_low=1e-5, clip_high=1e-5)}
+    return sd35_medium(
+        "flow_grpo_fast_sd35_medium_geneval",
+        {"flow_grpo": {"window": 3, "window_high": 5}},
+        "Flow-GRPO-Fast on SD3.5-medium without guidance, GenEval",
+        "geneval",
+        rewards={"geneval": RewardConfig(params={"mode": "partial", "detector": "mask2former"})},
+        sampling={"steps": 10, "guidance": 1.0, "solver": "cps", "noise_scale": 0.8, "height": 512, "width": 512},
+        **settings,
+    )

@@ -1,0 +1,56 @@
+"""`train --dry-run`: build the real network without weights, count what is trained, plan batches and memory."""
+
+from __future__ import annotations
+
+import os
+
+from visual_grpo.api import Plan
+from visual_grpo.batching import check_geometry
+from visual_grpo.config import to_yaml
+from visual_grpo.policy import choose_trainable, inject_lora
+
+
+def print_dry_run(plan: Plan) -> None:
+    """Print the model, the batch geometry, the memory of one process and the resolved config; load and download nothing.
+
+    Raises:
+        UserError: whatever the real run would refuse before it loads weights.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    config = plan.config
+    console = Console()
+    module = plan.adapter_class.load_meta(config.model)
+    total = sum(p.numel() for p in module.parameters())
+    if config.model.lora is not None:
+        inject_lora(module, config.model.lora, plan.adapter_class.lora_targets)
+    trained = sum(p.numel() for p in choose_trainable(module, config.model).values())
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    geometry = check_geometry(config.train, world, plan.stack.needs)
+    table = Table(title=f"{config.name}: dry run", show_header=False)
+    for name, value in [
+        ("model", f"{type(module).__name__} from {config.model.path}"),
+        ("parameters", f"{total:,} ({total / 1e9:.3f} B)"),
+        ("trained", f"{trained:,} ({trained / total:.2%}), {'LoRA' if config.model.lora else 'full weights'}"),
+        ("method", " + ".join(plan.stack.methods) or "grpo"),
+        ("rewards", ", ".join(config.rewards)),
+        ("processes", str(world)),
+        *geometry.lines(),
+    ]:
+        table.add_row(name, value)
+    console.print(table)
+    units = config.train.units_per_pass or 1
+    memory = plan.adapter_class.plan_memory(
+        config.model, module, sampling=plan.sampling, rows=config.train.micro_batch, units=units
+    )
+    parts = Table(title="memory of one process")
+    parts.add_column("part")
+    parts.add_column("GiB", justify="right")
+    for name, size in memory.parts.items():
+        parts.add_row(name, f"{size / 2**30:.2f}")
+    parts.add_row("total", f"{memory.total / 2**30:.2f}", style="bold")
+    console.print(parts)
+    for note in memory.notes:
+        console.print(f"note: {note}")
+    console.print(f"nothing was loaded or trained. The resolved config:\n\n{to_yaml(config)}", markup=False, highlight=False)

@@ -1,0 +1,82 @@
+"""What a finished run prints: before and after by task, with a paired interval, and where the report is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from visual_grpo.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from visual_grpo.trainer import Result
+
+
+def paired_difference(
+    before: Sequence[float], after: Sequence[float], tags: Sequence[str] | None = None, *, draws: int = 2000
+) -> tuple[float, float, float]:
+    """Mean difference of paired samples and its 95 % bootstrap interval (seeded).
+
+    With `tags` the figure is the unweighted mean over tags, and samples are drawn again within each tag.
+    """
+    difference = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
+    labels = np.asarray(tags if tags is not None else [""] * len(difference))
+    groups = [difference[labels == t] for t in sorted(set(labels.tolist()))]
+    rng = np.random.default_rng(0)
+    means = np.mean([g[rng.integers(0, len(g), (draws, len(g)))].mean(1) for g in groups], axis=0)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(np.mean([g.mean() for g in groups])), float(low), float(high)
+
+
+def figures_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of values and details that every sample has."""
+    names = [*rows[0]["values"], *rows[0]["details"]]
+    return [n for n in names if all({**r["values"], **r["details"]}.get(n) is not None for r in rows)]
+
+
+def print_summary(result: Result) -> None:
+    """Print the before/after table by task and the paths of the report and the model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    folder = RunFolder(result.folder)
+    if result.before is not None and result.after is not None and result.before.rows and result.step > 0:
+        table = Table(title=f"held-out, before and after {result.step} steps (n={len(result.after.rows)}, same prompts and noises)")
+        for column in ("figure", "task", "before", "after", "change", "95 % interval"):
+            table.add_column(column, justify="left" if column in ("figure", "task") else "right")
+        for row in comparison(result.before.rows, result.after.rows):
+            table.add_row(*row)
+        console.print(table)
+    if result.stopped:
+        console.print(f"stopped early: {result.stopped}")
+    console.print(f"run     {folder.path}\nmodel   {folder.path / 'model'}")
+    if folder.report.is_file():
+        console.print(f"report  {Path(folder.report).resolve()}", soft_wrap=True)
+
+
+def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows (figure, task, before, after, change, interval); the mean of the tasks last."""
+    out: list[tuple[str, ...]] = []
+    n = min(len(before), len(after))
+    before, after = before[:n], after[:n]
+    shared = [f for f in figures_of(before) if f in figures_of(after)]
+    tags = [str(r["tag"]) for r in after] if all(r["tag"] is not None for r in after) else None
+    for name in shared:
+        x = np.asarray([{**r["values"], **r["details"]}[name] for r in before], dtype=float)
+        y = np.asarray([{**r["values"], **r["details"]}[name] for r in after], dtype=float)
+        if tags is not None:
+            labels = np.asarray(tags)
+            for tag in sorted(set(tags)):
+                chosen = labels == tag
+                out.append(_line(name, tag, x[chosen], y[chosen], None))
+        out.append(_line(name, "mean of tasks" if tags is not None else "all", x, y, tags))
+    return out
+
+
+def _line(name: str, tag: str, x: Any, y: Any, tags: Sequence[str] | None) -> tuple[str, ...]:
+    change, low, high = paired_difference(x, y, tags)
+    start = float(np.mean([x[np.asarray(tags) == t].mean() for t in sorted(set(tags))])) if tags else float(x.mean())
+    return name, tag, f"{start:.3f}", f"{start + change:.3f}", f"{change:+.3f}", f"[{low:+.3f}, {high:+.3f}]"
