@@ -1,0 +1,1 @@
+"""Embedded worlds and small pretrained models that need no download."""
