@@ -6,4 +6,8 @@ Nothing is imported until a protocol is used: the table holds paths and the line
 if __name__.partition(".")[0] != "visual_grpo":
     raise ImportError(f"import this package as visual_grpo.eval, not as {__name__}")
 
-TABLE: dict[str, tuple[str, str]] = {}
+TABLE: dict[str, tuple[str, str]] = {
+    "geneval": ("visual_grpo.eval.geneval:evaluate", "GenEval: objects, counts, colours and positions of the prompt."),
+    "ocr": ("visual_grpo.eval.ocr:evaluate", "OCR accuracy: the prompt's quoted text is readable in the image."),
+    "text": ("visual_grpo.eval.text:evaluate", "Text problems: pass@k, avg@k and maj@k of several samples."),
+}

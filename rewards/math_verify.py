@@ -46,7 +46,7 @@ def judge(gold: str, completion: str, extraction: Extraction, *, alarms: bool) -
     Returns:
         None if the gold answer cannot be parsed.
     """
-    from latex2sympy2_extended import NormalizationConfig
+    from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     if "####" in gold:

@@ -206,9 +206,8 @@ class Reward(ABC):
     def __call__(self, request: RewardRequest) -> RewardOutput | Tensor | Sequence[float | None]:
         """Score every row of `request` by its own content, so that any split of a batch gives the same values."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most rewards hold nothing
         """Let go of processes and connections; the next call may take them up again."""
-        return None
 
 
 class GroupReward(Reward):

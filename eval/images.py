@@ -1,0 +1,152 @@
+"""Folders of generated images: the layout of GenEval's generator, and flat ones with a prompt file.
+
+out/00000/metadata.jsonl        the prompt's object (one line of JSON)
+out/00000/samples/0000.png      its images
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from visual_grpo.errors import UserError
+from visual_grpo.reward import to_pil
+
+__all__ = ["ImageSample", "find_samples", "load_batches", "read_lines", "write_samples"]
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_FLAT = re.compile(r"^(\d+)(?:[_-](\d+))?$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSample:
+    """One image and the prompt that it was made for."""
+
+    file: Path
+    index: int
+    """of the prompt."""
+    metadata: dict[str, Any]
+    """the prompt's object; `prompt` is its text."""
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Read a prompt file: JSON objects with a `prompt`, one a line (.jsonl), or plain prompts (any other suffix)."""
+    file = Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {str(file)!r}: {error}.") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if file.suffix != ".jsonl":
+            rows.append({"prompt": line.strip()})
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: no JSON object ({error.msg}).") from error
+        if not isinstance(row, dict):
+            raise UserError(f'{file}, line {number}: expected a JSON object such as {{"prompt": ...}}.')
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{str(file)!r} has no prompts.")
+    return rows
+
+
+def find_samples(folder: str | Path, prompts: str | Path | None = None) -> list[ImageSample]:
+    """List the images of a folder with their prompts, sorted by prompt and name.
+
+    Args:
+        folder: GenEval's layout (`00000/samples/0000.png`), or flat files `00000.png` or `00000_1.png` whose number is the
+            line of the prompt file, counted from 0.
+        prompts: prompt file; needed for a flat folder, and in place of the folder's own metadata.jsonl otherwise.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"there is no folder {str(root)!r}.")
+    rows = None if prompts is None else read_lines(prompts)
+    numbered = sorted((d for d in root.iterdir() if d.is_dir() and d.name.isdigit()), key=lambda d: int(d.name))
+    samples = [*_nested(numbered, rows)] if numbered else [*_flat(root, rows)]
+    if not samples:
+        raise UserError(f"{str(root)!r} has no images: neither 00000/samples/0000.png nor 00000.png was found.")
+    return samples
+
+
+def _nested(folders: Sequence[Path], rows: Sequence[dict[str, Any]] | None) -> Iterator[ImageSample]:
+    for folder in folders:
+        index = int(folder.name)
+        if rows is None:
+            source = folder / "metadata.jsonl"
+            if not source.is_file():
+                raise UserError(f"{str(source)!r} is missing; add it, or give the prompt file (--prompts FILE).")
+            metadata = read_lines(source)[0]
+        else:
+            metadata = _row(rows, index, folder)
+        inner = folder / "samples" if (folder / "samples").is_dir() else folder
+        for file in sorted(inner.iterdir()):
+            if file.suffix.lower() in SUFFIXES and file.stem.isdigit():
+                yield ImageSample(file=file, index=index, metadata=metadata)
+
+
+def _flat(root: Path, rows: Sequence[dict[str, Any]] | None) -> Iterator[ImageSample]:
+    found = []
+    for file in root.iterdir():
+        name = _FLAT.match(file.stem)
+        if name and file.suffix.lower() in SUFFIXES:
+            found.append((int(name[1]), int(name[2] or 0), file))
+    if found and rows is None:
+        raise UserError(f"the flat folder {str(root)!r} needs its prompt file: --prompts FILE, one prompt a line.")
+    for index, _, file in sorted(found):
+        assert rows is not None
+        yield ImageSample(file=file, index=index, metadata=_row(rows, index, file))
+
+
+def _row(rows: Sequence[dict[str, Any]], index: int, where: Path) -> dict[str, Any]:
+    if index >= len(rows):
+        raise UserError(
+            f"{str(where)!r} belongs to prompt {index}, but the prompt file ends at {len(rows) - 1} (from 0)."
+        )
+    return rows[index]
+
+
+def _load(file: Path) -> Tensor:
+    """One image [3, H, W] in [0, 1], turned as its EXIF tag says."""
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except OSError as error:
+        raise UserError(f"cannot read the image {str(file)!r}: {error}.") from error
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def load_batches(samples: Sequence[ImageSample], size: int) -> Iterator[tuple[list[ImageSample], Tensor]]:
+    """Read the images, at most `size` of equal height and width at a time: samples and [n, 3, H, W] in [0, 1]."""
+    waiting: list[tuple[ImageSample, Tensor]] = []
+    for sample in samples:
+        image = _load(sample.file)
+        if waiting and (len(waiting) == size or waiting[0][1].shape != image.shape):
+            yield [s for s, _ in waiting], torch.stack([i for _, i in waiting])
+            waiting = []
+        waiting.append((sample, image))
+    if waiting:
+        yield [s for s, _ in waiting], torch.stack([i for _, i in waiting])
+
+
+def write_samples(folder: str | Path, index: int, metadata: Mapping[str, Any], images: Tensor) -> None:
+    """Write the images [n, 3, H, W] of prompt `index` in GenEval's layout, losslessly."""
+    target = Path(folder) / f"{index:05d}"
+    (target / "samples").mkdir(parents=True, exist_ok=True)
+    (target / "metadata.jsonl").write_text(json.dumps(metadata) + "\n", encoding="utf-8")
+    for number, image in enumerate(to_pil(images)):
+        image.save(target / "samples" / f"{number:04d}.png")
