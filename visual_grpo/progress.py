@@ -64,11 +64,6 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def resume(self, done: int) -> None:
-        """Count from step `done`, which a resumed run has behind it."""
-        self._first = self._done = 0
-        self._started = time.monotonic()
-
     def resume(self, step: int) -> None:
         """Start at `step` steps done; the time left is reckoned from here."""
         self._first = self._done = step
