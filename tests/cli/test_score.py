@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from visual_grpo.cli import main
-from visual_grpo.cli.samples import image_samples, read_prompts, text_samples
+from visual_grpo.cli.samples import image_samples, read_prompts, read_texts, text_samples
 from visual_grpo.cli.score import batches, load_images
 from visual_grpo.errors import UserError
 
@@ -122,18 +122,33 @@ def test_a_column_names_the_image(world: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.txt", b"\n", "is empty"),
-        ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
-        ("bad.jsonl", b'{"prompt": "a"}\n{oops\n', "line 2 is not JSON"),
-        ("list.jsonl", b"[1]\n", "line 1 is not a JSON object"),
-        ("other.jsonl", b'{"caption": "a"}\n', "they have caption"),
-        ("number.jsonl", b'{"prompt": "a"}\n{"prompt": 3}\n', "row 2: 'prompt' must be a text, got 3"),
+        ("empty.txt", b"\n", "holds no prompt"),
+        ("binary.txt", b"\xff\xfe\x00", "cannot read prompt file"),
+        ("bad.jsonl", b'{"prompt": "a"}\n{oops\n', "line 2: not valid JSON"),
+        ("other.jsonl", b'{"caption": "a"}\n', "columns caption"),
+        ("prompts.lst", b"a\n", "is no prompt file"),
     ],
 )
 def test_broken_prompt_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "is empty"),
+        ("binary.txt", b"\xff\xfe\x00", "cannot read the texts"),
+        ("bad.jsonl", b'{"text": "a"}\n{oops\n', "line 2 of .* is not a JSON object"),
+        ("other.jsonl", b'{"caption": "a"}\n', "they have caption"),
+        ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: 'text' must be a text, got 3"),
+    ],
+)
+def test_broken_text_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_texts(tmp_path / name)
 
 
 def test_batches_keep_the_samples_of_a_prompt_together(world: Path) -> None:

@@ -16,11 +16,11 @@ def _group() -> None:
 
 @app.command("show")
 def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A name of `visual-grpo list recipes`.")]) -> None:
-    """Print a recipe as YAML: `visual-grpo recipe show NAME > mine.yaml`, edit, `visual-grpo train mine.yaml`."""
+    """Print a recipe as YAML with every setting filled in, to edit and to train with."""
     from visual_grpo.registry import RECIPES
 
-    recipe = RECIPES.get(name)
+    RECIPES.target(name)  # an unknown name is refused before anything is loaded
 
-    from visual_grpo.config import to_yaml
+    from visual_grpo.api import recipe_yaml
 
-    print(to_yaml(recipe()), end="")
+    print(recipe_yaml(name), end="")

@@ -1,11 +1,12 @@
-"""Run folders as `compare` reads them: config.yaml and metrics.jsonl."""
+"""Run folders as `compare` reads them: the settings, and every figure of metrics.jsonl as a curve.
+
+A metric's name is the record's kind and the figure's name: `eval/geneval/by_tag`, `train/reward/total`.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,36 +79,18 @@ def read_run(folder: Path) -> Run:
         if not (folder / name).is_file():
             raise UserError(f"{str(folder)!r} is not a run folder: it has no {name}.")
     from visual_grpo.config import load_yaml
+    from visual_grpo.run_folder import read_metrics
 
     settings = dict(_flat(load_yaml(folder / "config.yaml"), "."))
     metrics: dict[str, dict[int, float]] = {}
-    for row in _json_lines(folder / "metrics.jsonl"):
-        step = row.get("step")
-        if not isinstance(step, int):
+    for record in read_metrics(folder):
+        step, figures = record.get("step"), record.get("metrics")
+        if not isinstance(step, int) or not isinstance(figures, Mapping):
             continue
-        for key, value in _flat(row, "/"):
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                metrics.setdefault(key, {})[step] = float(
-                    value
-                )  # a step logged again after a resume replaces the first
+        for name, value in figures.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                metrics.setdefault(f"{record.get('kind')}/{name}", {})[step] = float(value)
     return Run(folder=folder, settings=settings, metrics=metrics)
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # a run that is writing or was killed
-                print(f"warning: {path} line {number} is cut off and was left out.", file=sys.stderr)
-                return
-            raise UserError(f"{path} line {number} is not JSON: {error.msg}.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not a JSON object.")
-        yield row
 
 
 def _flat(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -119,12 +102,11 @@ def _flat(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterat
 
 
 def choose_metrics(runs: Sequence[Run], wanted: Sequence[str]) -> list[str]:
-    """Return `wanted` if every run has it; else up to three scores of the evaluation, or of the training reward.
+    """Return `wanted` if every run has it; else the rewards of the held-out evaluation, or the training reward.
 
     Raises:
-        UserError: a run lacks a wanted metric, or the runs have none in common.
+        UserError: a run lacks a wanted metric, or the runs have no evaluation and no reward in common.
     """
-    shared = sorted(set.intersection(*(set(run.metrics) for run in runs)))
     for name in wanted:
         for run in runs:
             if name not in run.metrics:
@@ -134,14 +116,17 @@ def choose_metrics(runs: Sequence[Run], wanted: Sequence[str]) -> list[str]:
                 )
     if wanted:
         return [*wanted]
-    for part in ("eval", "reward"):
-        named = [name for name in shared if part in name.lower()]
-        if named:
-            scores = [name for name in named if "score" in name or "mean" in name or "total" in name]
-            return (scores or named)[:3]
-    if not shared:
-        raise UserError("the runs have no metric in common: name one with --metric NAME.")
-    return shared[:3]
+    shared = sorted(set.intersection(*(set(run.metrics) for run in runs)))
+    rewards = [name for name in shared if name.startswith("eval/") and name.count("/") == 1]
+    # Where prompts have kinds, the mean over kinds is the headline (GenEval's overall score).
+    headline = [f"{name}/by_tag" if f"{name}/by_tag" in shared else name for name in rewards]
+    chosen = headline[:3] or [name for name in ("train/reward/total",) if name in shared]
+    if not chosen:
+        raise UserError(
+            f"the runs have neither an evaluation nor train/reward/total in common; name a metric with --metric. "
+            f"All of them have: {', '.join(shared) or 'none'}."
+        )
+    return chosen
 
 
 def differing_settings(runs: Sequence[Run]) -> list[str]:

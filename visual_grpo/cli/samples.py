@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from visual_grpo.errors import UserError
 
-__all__ = ["Sample", "image_samples", "read_prompts", "text_samples"]
+__all__ = ["Sample", "image_samples", "read_prompts", "read_texts", "text_samples"]
 
+TEXT_COLUMNS = ("text", "completion", "answer")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 
@@ -26,51 +25,38 @@ class Sample:
     text: str | None = None
 
 
-def _lines(path: Path) -> list[str]:
+def read_prompts(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Read prompts and their metadata: .txt (one a line), or .jsonl or .parquet with a column `prompt`."""
+    from visual_grpo.config import DataConfig
+    from visual_grpo.data import load_prompts
+
+    if path.suffix not in (".txt", ".jsonl", ".parquet"):
+        raise UserError(f"{str(path)!r} is no prompt file: give a .txt (one prompt a line), .jsonl or .parquet file.")
+    rows = load_prompts(DataConfig(source=str(path), shuffle=False))
+    return [row.prompt for row in rows], [row.metadata for row in rows]
+
+
+def read_texts(path: Path) -> list[str]:
+    """Read texts, which may be empty: .txt (one a line), or .jsonl with a column `text`, `completion` or `answer`."""
+    from visual_grpo.run_folder import read_jsonl
+
+    if path.suffix == ".jsonl":
+        rows = read_jsonl(path)
+        column = next((name for name in TEXT_COLUMNS if rows and name in rows[0]), None)
+        if column is None:
+            have = ", ".join(rows[0]) if rows else "none"
+            raise UserError(f"the rows of {path} have no {' or '.join(map(repr, TEXT_COLUMNS))}; they have {have}.")
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row.get(column), str):
+                raise UserError(f"{path} row {number}: {column!r} must be a text, got {row.get(column)!r}.")
+        return [row[column] for row in rows]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{str(path)!r} is not UTF-8 text; give a .txt (one a line) or a .jsonl file.") from error
-    if not any(line.strip() for line in lines):
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the texts {str(path)!r}: {error}.") from error
+    if not lines:
         raise UserError(f"{str(path)!r} is empty.")
     return lines
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON: {error.msg}.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not a JSON object.")
-        yield row
-
-
-def _column(path: Path, names: tuple[str, ...]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the texts of a .txt file, or of the first of `names` that a .jsonl file's rows have, and the rows."""
-    if path.suffix != ".jsonl":
-        texts = [line.strip() for line in _lines(path) if line.strip()]
-        return texts, [{} for _ in texts]
-    rows = [*_objects(path)]
-    name = next((name for name in names if name in rows[0]), None)
-    if name is None:
-        raise UserError(
-            f"the rows of {path} have no {' or '.join(map(repr, names))}; they have {', '.join(rows[0]) or 'none'}."
-        )
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get(name), str):
-            raise UserError(f"{path} row {number}: {name!r} must be a text, got {row.get(name)!r}.")
-    return [row[name] for row in rows], rows
-
-
-def read_prompts(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Read prompts: .txt (one a line) or .jsonl (`prompt`; the other columns are metadata)."""
-    return _column(path, ("prompt", "question"))
 
 
 def _per_prompt(count: int, prompts: int, what: str) -> int:
@@ -108,9 +94,9 @@ def image_samples(folder: Path, prompts_file: Path) -> list[Sample]:
 
 
 def text_samples(texts_file: Path, prompts_file: Path) -> list[Sample]:
-    """Pair the texts of a file (.txt one a line, or .jsonl with `text` or `completion`) with the prompts, in order."""
+    """Pair the texts of a file (see `read_texts`) with the prompts, in order."""
     prompts, rows = read_prompts(prompts_file)
-    texts, _ = _column(texts_file, ("text", "completion", "answer"))
+    texts = read_texts(texts_file)
     share = _per_prompt(len(texts), len(prompts), "texts")
     return [
         Sample(prompt=prompts[i // share], metadata=rows[i // share], prompt_index=i // share, text=text)
