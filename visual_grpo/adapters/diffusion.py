@@ -1,0 +1,327 @@
+"""Flow-matching generators: one denoising loop and one replay for every family.
+
+A family (SD3, FLUX, ...) gives a velocity for latents at a noise level, text conditions, and a decoder; see `DiffusionAdapter`.
+Time runs from sigma = 1 (noise) to 0 (image). Step mathematics is float32 or wider whatever the network's dtype.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from visual_grpo.adapters.conditions import Condition, NetworkInputs, TextCache
+from visual_grpo.adapters.noise import row_noise
+from visual_grpo.adapters.protocol import PolicyAdapter, SamplingConfig
+from visual_grpo.errors import UserError
+from visual_grpo.objectives import elbo_pair_loss
+from visual_grpo.schedules import flow_match_sigmas
+from visual_grpo.transitions import (
+    Reduction,
+    Transition,
+    cps_step,
+    dance_sde_step,
+    flow_sde_step,
+    interpolate,
+    ode_step,
+    transition_log_prob,
+    x0_from_velocity,
+)
+from visual_grpo.types import LogProb, PromptBatch, RolloutBatch
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class DiffusionSampling(SamplingConfig):
+    """Sampling options of the diffusion families."""
+
+    steps: Positive = 10
+    guidance: Annotated[float, Field(ge=0)] = Field(1.0, description="u + guidance * (c - u); 1 = none, one forward")
+    solver: Literal["ode", "flow_sde", "dance_sde", "cps"] = Field("flow_sde", description="of the stochastic steps")
+    noise_scale: Annotated[float, Field(gt=0)] = Field(0.7, description="0.7 flow_sde, 0.3 dance_sde, 0.8 cps")
+    height: Positive | None = Field(None, description="pixels; null = the model's default")
+    width: Positive | None = None
+    shift: Annotated[float, Field(gt=0)] | None = Field(None, description="of the schedule; null = the scheduler's")
+    negative_prompt: str = ""
+    max_sequence_length: Positive | None = Field(None, description="text tokens; null = the tokenizer's, at most 256")
+    same_noise: bool = Field(False, description="one initial noise for all rows of a group")
+    logprob_mode: Literal["guided", "cond"] = Field(
+        "guided", description="cond: log_prob uses the conditional branch only"
+    )
+    guidance_gradient: Literal["both", "cond"] = Field(
+        "both", description="cond: no gradient through the unconditional branch"
+    )
+    reduction: Reduction = Field("mean", description="of a transition's log-prob over the latent dimensions")
+    self_normalize: bool = Field(True, description="noise pairs: divide the loss by the detached mean absolute error")
+    forward_batch: Positive | None = Field(None, description="rows in one network call; null = all")
+    decode_batch: Positive = Field(32, description="images decoded at once")
+    text_cache: Positive = Field(1024, description="encoded prompts kept in CPU memory")
+
+    @model_validator(mode="after")
+    def _noise_scale_fits(self) -> DiffusionSampling:
+        if self.solver == "cps" and self.noise_scale > 1:
+            raise ValueError(f"noise_scale of solver 'cps' must be at most 1, got {self.noise_scale}")
+        return self
+
+
+class DiffusionAdapter(PolicyAdapter):
+    """Base of the diffusion families; a family fills the abstract methods and nothing else of the loop.
+
+    Rollouts: `data` holds `final` [N, *latent] and, of the `U` stochastic steps, `latents` and `next_latents` [N, U, *latent]
+    and `kl_factor` [N, U] (see `Transition`); `unit_tags["step_index"]` [N, U]; `shared` holds `sigmas` [steps + 1], `sampling`,
+    and `ratio_exempt` (True where the replay deliberately differs from the sampler, so the first ratio is not 1).
+    Noise pairs (V-GRPO) are replayed from `final`, `pair_sigma` [N, M] and `pair_noise` [N, M, *latent].
+    """
+
+    kind = "diffusion"
+    library = "diffusers"
+    unit_kinds = frozenset({"transition", "noise_pair"})
+    Sampling = DiffusionSampling
+    channel_dim: ClassVar[int] = 1
+    """Dimension of the channels in [N, *latent]; -1 for packed latents."""
+    sampling: DiffusionSampling
+    """Used for rollouts that hold no `shared["sampling"]` (data-set rows)."""
+
+    def __init__(self, sampling: SamplingConfig) -> None:
+        """Keep `sampling` as the default; families add their networks."""
+        self.sampling = self._checked(sampling)
+        self._texts = TextCache()
+
+    # ---- what a family gives -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def latent_shape(self, sampling: DiffusionSampling) -> tuple[int, ...]:
+        """Shape `*latent` of one row; UserError for a size the model cannot draw."""
+
+    @abstractmethod
+    def predict_velocity(self, latents: Tensor, sigma: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """Velocity `noise - x0` [n, *latent] of latents [n, *latent] at levels sigma [n]; no guidance here."""
+
+    @abstractmethod
+    def encode_texts(self, texts: list[str], sampling: DiffusionSampling) -> dict[str, Tensor]:
+        """Condition tensors [P, ...] of `P` distinct texts, from frozen encoders."""
+
+    @abstractmethod
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Images [n, 3, H, W] in [0, 1], unclamped, of latents [n, *latent]."""
+
+    def noise_levels(self, sampling: DiffusionSampling) -> Tensor:
+        """Levels [steps + 1] from 1 to 0; a family sets its default shift, or another schedule."""
+        return flow_match_sigmas(sampling.steps, sampling.shift or 1.0, dtype=self.step_dtype)
+
+    # ---- shared -------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.trainable_module.parameters()).device
+
+    @property
+    def network_dtype(self) -> torch.dtype:
+        """What the network's first layer takes."""
+        return next(self.trainable_module.parameters()).dtype
+
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """Of latents and step mathematics: float32, or float64 with a float64 network."""
+        return torch.promote_types(self.network_dtype, torch.float32)
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], sampling: DiffusionSampling, *, guided: bool = False) -> Condition:
+        """Encode [N] texts, each distinct one once (see `TextCache`); with guidance the negative prompt as well."""
+        everything = [*texts, sampling.negative_prompt] if guided else texts
+        with torch.autocast(self.device.type, enabled=False):  # encoders keep the dtype they were loaded in
+            condition = self._texts.encode(
+                everything,
+                lambda distinct: self.encode_texts(distinct, sampling),
+                key=sampling.max_sequence_length,
+                limit=sampling.text_cache,
+                device=self.device,
+                dtype=self.network_dtype,
+            )
+        return replace(condition, guided=guided)
+
+    def stochastic_steps(self, sampling: DiffusionSampling, units: Tensor | None = None) -> list[int]:
+        """Step indices that are noisy, stored and trainable: `units`, or all but the last step.
+
+        Raises:
+            UserError: `units` is not ascending, leaves the schedule, or asks for steps that have no noise.
+        """
+        if units is None:
+            return [] if sampling.solver == "ode" else list(range(sampling.steps - 1))
+        steps = [int(unit) for unit in units]
+        if steps and sampling.solver == "ode":
+            raise UserError(f"solver 'ode' has no stochastic steps, but {steps} are to be trained: set sampling.solver")
+        end = sampling.steps - (sampling.solver == "cps")  # the last CPS step has no noise
+        if steps != sorted(set(steps)) or (steps and not 0 <= steps[0] <= steps[-1] < end):
+            raise UserError(
+                f"trained steps {steps} must be distinct, ascending and within 0..{end - 1} "
+                f"(solver {sampling.solver!r}, sampling.steps {sampling.steps})"
+            )
+        return steps
+
+    def transition(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        sigma_next: Tensor,
+        *,
+        sampling: DiffusionSampling,
+        sigma_max: Tensor,
+    ) -> Transition:
+        """The stochastic step of `sampling.solver` from `sigma` [n] to `sigma_next` [n]; `sigma_max` is `sigmas[1]`."""
+        scale = sampling.noise_scale
+        if sampling.solver == "dance_sde":
+            return dance_sde_step(latents, velocity, sigma, sigma_next, noise_scale=scale)
+        if sampling.solver == "cps":
+            return cps_step(latents, velocity, sigma, sigma_next, noise_scale=scale)
+        if sampling.solver == "flow_sde":
+            return flow_sde_step(latents, velocity, sigma, sigma_next, noise_scale=scale, sigma_max=sigma_max)
+        raise UserError("solver 'ode' has no stochastic transition: set sampling.solver to flow_sde, dance_sde or cps")
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: PromptBatch, *, seed: int, sampling: SamplingConfig, units: Tensor | None = None
+    ) -> RolloutBatch:
+        """Denoise all rows; see `PolicyAdapter.sample` and the class docstring for what is stored."""
+        options = self._checked(sampling)
+        steps = self.stochastic_steps(options, units)
+        chunks = torch.arange(len(prompts)).split(options.forward_batch or max(len(prompts), 1))
+        return RolloutBatch.concat([self._denoise(prompts.select(rows), seed, options, steps) for rows in chunks])
+
+    def _denoise(self, prompts: PromptBatch, seed: int, options: DiffusionSampling, steps: list[int]) -> RolloutBatch:
+        """Denoise rows that go through the network together; `steps` are stochastic and stored."""
+        count, shape = len(prompts), self.latent_shape(options)
+        run: dict[str, Any] = {"dtype": self.step_dtype, "device": self.device}
+        sigmas = self.noise_levels(options).to(self.device)
+        inputs = self.encode(prompts.context("behaviour"), options, guided=options.guidance != 1).inputs(
+            torch.arange(count, device=self.device)
+        )
+        ids, stream = (prompts.group_ids, "initial/group") if options.same_noise else (prompts.row_ids, "initial")
+        latents = row_noise(seed, ids, shape, stream).to(**run)
+        noise = row_noise(seed, prompts.row_ids, (len(steps), *shape), "steps").to(**run)
+        stored = torch.empty(2, count, len(steps), *shape, **run)
+        values, factors = [], []
+        for step in range(options.steps):
+            sigma, sigma_next = sigmas[step].expand(count), sigmas[step + 1].expand(count)
+            velocity = self._velocity(latents, sigma, inputs, options)
+            if step not in steps:
+                latents = ode_step(latents, velocity, sigma, sigma_next).mean
+                continue
+            slot = steps.index(step)
+            move = self.transition(latents, velocity, sigma, sigma_next, sampling=options, sigma_max=sigmas[1])
+            stored[0, :, slot] = latents
+            latents = move.sample(noise[:, slot])
+            stored[1, :, slot] = latents
+            values.append(transition_log_prob(move, latents, options.reduction, channel_dim=self.channel_dim))
+            factors.append(move.kl_factor)
+        data: dict[str, Any] = {"final": latents}
+        if steps:
+            data |= {"latents": stored[0], "next_latents": stored[1], "kl_factor": torch.stack(factors, dim=1)}
+        return RolloutBatch(
+            prompts=prompts,
+            unit_kind="transition",
+            unit_mask=torch.ones(count, len(steps), dtype=torch.bool, device=self.device),
+            old_log_prob=torch.stack(values, dim=1) if values else None,
+            data=data,
+            shared={
+                "sigmas": sigmas,
+                "sampling": options,
+                "ratio_exempt": options.logprob_mode == "cond" and options.guidance != 1,
+            },
+            unit_tags={"step_index": torch.tensor(steps, dtype=torch.int64, device=self.device).expand(count, -1)},
+        )
+
+    def log_prob(self, rollouts: RolloutBatch, units: Tensor, *, entropy: bool = False) -> LogProb:
+        """Replay `units` of all rows; see `PolicyAdapter.log_prob`.
+
+        Transitions: `value` [n, u, *map], `mean` and `prediction` (the velocity) [n, u, *latent], `std` [n, u].
+        Noise pairs: `value` [n, u] is minus the pair's denoising loss, `prediction` [n, u, *latent] the predicted x0.
+        """
+        if entropy:
+            raise UserError("a diffusion policy has no token entropy; its transitions have a fixed spread")
+        options = rollouts.shared.get("sampling", self.sampling)
+        if rollouts.unit_kind == "transition":
+            return self._replay_transitions(rollouts, units.to(self.device), options)
+        if rollouts.unit_kind == "noise_pair":
+            return self._replay_pairs(rollouts, units.to(self.device), options)
+        raise UserError(
+            f"a diffusion policy replays transitions or noise pairs, not units of kind {rollouts.unit_kind!r}"
+        )
+
+    @torch.no_grad()
+    def decode(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """Fill `images` [N, 3, H, W], float32 in [0, 1], in CPU memory."""
+        final: Tensor = rollouts.data["final"]
+        options = rollouts.shared.get("sampling", self.sampling)
+        with torch.autocast(final.device.type, enabled=False):  # half precision would band the pictures
+            parts = [self.decode_latents(part) for part in final.split(options.decode_batch)]
+        return replace(rollouts, images=torch.cat([part.clamp(0, 1).float().cpu() for part in parts]))
+
+    # ---- inner --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _checked(sampling: SamplingConfig) -> DiffusionSampling:
+        if not isinstance(sampling, DiffusionSampling):
+            raise UserError(f"a diffusion model needs DiffusionSampling options, got {type(sampling).__name__}")
+        return sampling
+
+    def _velocity(self, latents: Tensor, sigma: Tensor, inputs: NetworkInputs, options: DiffusionSampling) -> Tensor:
+        """Velocity [n, *latent] of latents [n, *latent] at sigma [n], with guidance where `inputs` has both branches."""
+        x = latents.to(self.network_dtype)
+        if inputs.doubled:
+            both = self.predict_velocity(torch.cat([x, x]), torch.cat([sigma, sigma]), inputs.tensors).to(latents.dtype)
+            free, bound = both.chunk(2)
+            return free + options.guidance * (bound - free)
+        bound = self.predict_velocity(x, sigma, inputs.tensors).to(latents.dtype)
+        if inputs.free is None:
+            return bound
+        with torch.no_grad():
+            free = self.predict_velocity(x, sigma, inputs.free).to(latents.dtype)
+        return free + options.guidance * (bound - free)
+
+    def _replay_velocity(
+        self, latents: Tensor, sigma: Tensor, texts: list[str], repeats: int, options: DiffusionSampling
+    ) -> Tensor:
+        """Velocity of latents [n * repeats, *latent], row-major, in network batches of `forward_batch`."""
+        guided = options.guidance != 1 and options.logprob_mode == "guided"
+        apart = options.guidance_gradient == "cond" and torch.is_grad_enabled()
+        condition = self.encode(texts, options, guided=guided)
+        parts = []
+        for start in range(0, len(latents), options.forward_batch or len(latents)):
+            part = slice(start, start + (options.forward_batch or len(latents)))
+            rows = torch.arange(len(latents), device=latents.device)[part] // repeats
+            parts.append(self._velocity(latents[part], sigma[part], condition.inputs(rows, apart=apart), options))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _replay_transitions(self, rollouts: RolloutBatch, units: Tensor, options: DiffusionSampling) -> LogProb:
+        size = (len(rollouts), len(units))
+        latents = rollouts.data["latents"].to(self.device)[:, units].flatten(0, 1)
+        following = rollouts.data["next_latents"].to(self.device)[:, units].flatten(0, 1)
+        sigmas = rollouts.shared["sigmas"].to(self.device)
+        step = rollouts.unit_tags["step_index"].to(self.device)[:, units].flatten()
+        sigma, sigma_next = sigmas[step], sigmas[step + 1]
+        texts = rollouts.prompts.context("training")
+        velocity = self._replay_velocity(latents, sigma, texts, len(units), options)
+        move = self.transition(latents, velocity, sigma, sigma_next, sampling=options, sigma_max=sigmas[1])
+        value = transition_log_prob(move, following, options.reduction, channel_dim=self.channel_dim)
+        kl_std = move.std / move.kl_factor.sqrt()
+        mean, std, kl_std, prediction = (item.unflatten(0, size) for item in (move.mean, move.std, kl_std, velocity))
+        return LogProb(value=value.unflatten(0, size), mean=mean, std=std, kl_std=kl_std, prediction=prediction)
+
+    def _replay_pairs(self, rollouts: RolloutBatch, units: Tensor, options: DiffusionSampling) -> LogProb:
+        size = (len(rollouts), len(units))
+        final = rollouts.data["final"].to(self.device)
+        noise = rollouts.data["pair_noise"].to(self.device)[:, units].flatten(0, 1)
+        sigma = rollouts.data["pair_sigma"].to(self.device)[:, units].flatten().to(final.dtype)
+        noised = interpolate(final.repeat_interleave(len(units), dim=0), noise, sigma)
+        velocity = self._replay_velocity(noised, sigma, rollouts.prompts.context("training"), len(units), options)
+        prediction = x0_from_velocity(noised, velocity, sigma).unflatten(0, size)
+        loss = elbo_pair_loss(prediction, final, self_normalize=options.self_normalize, floor=1e-5)
+        return LogProb(value=-loss, prediction=prediction)
