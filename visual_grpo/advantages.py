@@ -5,6 +5,7 @@ whose spread divides it is a choice. The degenerate rules hold in every function
 equal gives exactly 0, a NaN reward is left out of the statistics and its row gets 0.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -154,6 +155,26 @@ def leave_one_out_advantages(
     return _apply_degenerate_rules(advantages, values, kept, group_ids, single_group, flat_tol)
 
 
+def _check_matrix(values: Tensor, usable: Tensor | None, weights: Tensor) -> None:
+    if values.dim() != 2:
+        raise ValueError(f"values must have shape [N, R], got {list(values.shape)}")
+    if weights.shape != (values.shape[1],):
+        raise ValueError(f"weights must have one entry per reward [{values.shape[1]}], got {list(weights.shape)}")
+    if usable is not None and usable.shape != values.shape:
+        raise ValueError(f"usable must have the shape of values {list(values.shape)}, got {list(usable.shape)}")
+
+
+def _constant_groups(
+    values: Tensor, kept: Tensor, group_ids: Tensor, single_group: SingleGroup, flat_tol: float
+) -> Tensor:
+    constant = torch.ones(num_segments_of(group_ids), dtype=torch.bool, device=values.device)
+    for column in range(values.shape[1]):
+        constant &= flat_groups(values[:, column], group_ids, kept[:, column], flat_tol)
+        if single_group == "raw":
+            constant &= segment_count(group_ids, mask=kept[:, column]) != 1
+    return constant
+
+
 def decoupled_advantages(
     values: Tensor,
     usable: Tensor | None,
@@ -189,37 +210,22 @@ def decoupled_advantages(
     Raises:
         ValueError: wrong shapes, or as in `group_advantages`.
     """
-    if values.dim() != 2:
-        raise ValueError(f"values must have shape [N, R], got {list(values.shape)}")
-    if weights.shape != (values.shape[1],):
-        raise ValueError(f"weights must have one entry per reward [{values.shape[1]}], got {list(weights.shape)}")
-    if usable is not None and usable.shape != values.shape:
-        raise ValueError(f"usable must have the shape of values {list(values.shape)}, got {list(usable.shape)}")
+    _check_matrix(values, usable, weights)
     wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
     kept = ~wide.isnan() if usable is None else ~wide.isnan() & (usable != 0)
-    scale = weights.to(wide)
-
-    def normalised(column: int, factor: Tensor | float) -> Tensor:
-        return group_advantages(
-            wide[:, column] * factor, group_ids, std=std, eps=eps, usable=kept[:, column],
-            single_group=single_group, flat_tol=flat_tol,
-        )  # fmt: skip
-
+    normalise = partial(group_advantages, std=std, eps=eps, flat_tol=flat_tol)
     if values.shape[1] == 1:
-        return normalised(0, scale[0])
-    totals = torch.zeros_like(wide[:, 0])
-    constant = torch.ones(num_segments_of(group_ids), dtype=torch.bool, device=wide.device)
-    for column in range(values.shape[1]):
-        totals = totals + scale[column] * normalised(column, 1.0)
-        constant &= flat_groups(wide[:, column], group_ids, kept[:, column], flat_tol)
-        if single_group == "raw":
-            constant &= segment_count(group_ids, mask=kept[:, column]) != 1
+        total = wide[:, 0] * weights.to(wide)
+        return normalise(total, group_ids, usable=kept[:, 0], single_group=single_group)
+    sums = torch.zeros_like(wide[:, 0])
+    for column, weight in enumerate(weights.to(wide)):
+        z = normalise(wide[:, column], group_ids, usable=kept[:, column], single_group=single_group)
+        sums = sums + weight * z
     if not batch_step:
-        return totals
-    scorable = kept.any(dim=1)
-    whole_batch = torch.zeros_like(group_ids, dtype=torch.int64)
-    advantages = group_advantages(totals, whole_batch, std=std, eps=eps, usable=scorable, flat_tol=flat_tol)
+        return sums
+    advantages = normalise(sums, torch.zeros_like(group_ids, dtype=torch.int64), usable=kept.any(dim=1))
     # The batch mean of the sums is 0 up to rounding, so without this line a flat group gets about 1e-17 and not 0.
+    constant = _constant_groups(wide, kept, group_ids, single_group, flat_tol)
     return torch.where(constant[group_ids.long()], torch.zeros_like(advantages), advantages)
 
 

@@ -81,6 +81,22 @@ def _check_mask(mask: Tensor) -> Tensor:
     return mask != 0
 
 
+def _check_mode(mode: str, max_length: int | None) -> None:
+    if mode not in AGGREGATION_MODES:
+        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATION_MODES)}, got {mode!r}")
+    if mode in ("fixed_length", "token_sum_over_length") and (max_length is None or max_length < 1):
+        raise ValueError(f"aggregation {mode!r} needs max_length >= 1, got {max_length}")
+
+
+def _check_rows(totals: Totals, rows: int) -> None:
+    # A tensor is not read: the comparison would make the device wait.
+    if not isinstance(totals.rows, Tensor) and totals.rows < rows:
+        raise ValueError(
+            f"totals.rows ({totals.rows}) is smaller than this micro-batch ({rows} rows); "
+            "totals must count the whole optimizer step"
+        )
+
+
 def _safe(divisor: float | Tensor) -> float | Tensor:
     return divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
 
@@ -125,16 +141,9 @@ def aggregation_coefficients(
         tensor([[0.3333, 0.3333],
                 [0.3333, 0.0000]])
     """
-    if mode not in AGGREGATION_MODES:
-        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATION_MODES)}, got {mode!r}")
     kept = _check_mask(mask)
-    if not isinstance(totals.rows, Tensor) and totals.rows < mask.shape[0]:
-        raise ValueError(
-            f"totals.rows ({totals.rows}) is smaller than this micro-batch ({mask.shape[0]} rows); "
-            "totals must count the whole optimizer step"
-        )
-    if mode in ("fixed_length", "token_sum_over_length") and (max_length is None or max_length < 1):
-        raise ValueError(f"aggregation {mode!r} needs max_length >= 1, got {max_length}")
+    _check_mode(mode, max_length)
+    _check_rows(totals, mask.shape[0])
     if dtype is None:
         dtype = mask.dtype if mask.is_floating_point() else torch.get_default_dtype()
     ones = kept.to(dtype)

@@ -138,7 +138,9 @@ def segment_std(values: Tensor, ids: Tensor, *, mask: Tensor | None = None, kind
     count = segment_count(ids, mask=mask)
     divisor = count - 1 if kind == "bessel" else count
     variance = segment_sum(squares, ids, mask=mask) / divisor.clamp(min=1)
-    return torch.where(count >= 2, variance.sqrt(), torch.zeros_like(variance))
+    spread = (count >= 2) & (variance > 0)
+    # The inner where keeps the gradient of the root finite in segments without a spread.
+    return torch.where(spread, torch.where(spread, variance, 1.0).sqrt(), torch.zeros_like(variance))
 
 
 def segment_range(values: Tensor, ids: Tensor, *, mask: Tensor | None = None) -> Tensor:

@@ -51,7 +51,7 @@ def importance_log_ratio(
             each unit's gradient is that of its own log-prob; for advantages that vary by unit.
 
     Returns:
-        [N, T, *map]; for "sequence" [N, 1, *ones]. 0 outside the mask and on rows without a kept unit.
+        [N, T, *map] in float32 or wider; for "sequence" [N, 1, *ones]. 0 outside the mask and on rows without a kept unit.
 
     Raises:
         ValueError: shapes disagree or `level` is unknown.
@@ -64,7 +64,9 @@ def importance_log_ratio(
     if log_prob.shape != old_log_prob.shape:
         raise ValueError(f"old_log_prob {list(old_log_prob.shape)} must have log_prob's shape {list(log_prob.shape)}")
     kept = _kept(mask, log_prob)
-    difference = _zero_outside(log_prob - old_log_prob.detach(), kept)
+    # exp(LOG_RATIO_LIMIT) overflows float16, and bfloat16 has too few digits for a clip range of 1e-4.
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    difference = _zero_outside(log_prob.to(dtype) - old_log_prob.detach().to(dtype), kept)
     if level == "token":
         return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if level not in ("sequence", "sequence_token"):

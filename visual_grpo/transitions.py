@@ -123,6 +123,11 @@ def flow_sde_step(
 
     Raises:
         ValueError: shapes disagree, the levels are not ordered, sigma_max is not below 1, or noise_scale < 0.
+
+    Example:
+        >>> step = flow_sde_step(torch.ones(1, 4), torch.zeros(1, 4), 0.5, 0.25, noise_scale=1.0, sigma_max=0.9)
+        >>> step.mean[0, 0], step.std
+        (tensor(0.7500), tensor([0.5000]))
     """
     if noise_scale < 0:
         raise ValueError(f"noise_scale must be >= 0, got {noise_scale}")
