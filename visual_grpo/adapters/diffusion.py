@@ -72,9 +72,8 @@ class DiffusionSampling(SamplingConfig):
 class DiffusionAdapter(PolicyAdapter):
     """Base of the diffusion families; a family fills the abstract methods and nothing else of the loop.
 
-    Rollouts: `data` holds `final` [N, *latent] and, of the `U` stochastic steps, `latents` and `next_latents` [N, U, *latent]
-    and `kl_factor` [N, U] (see `Transition`); `unit_tags["step_index"]` [N, U]; `shared` holds `sigmas` [steps + 1], `sampling`,
-    and `ratio_exempt` (True where the replay deliberately differs from the sampler, so the first ratio is not 1).
+    Rollouts: `data` holds `final` [N, *latent] and, of the `U` stochastic steps, `latents` and `next_latents` [N, U, *latent];
+    `unit_tags["step_index"]` is [N, U]; `shared` holds `sigmas` [steps + 1] and the `sampling` that replays follow.
     Noise pairs (V-GRPO) are replayed from `final`, `pair_sigma` [N, M] and `pair_noise` [N, M, *latent].
     """
 
@@ -207,7 +206,7 @@ class DiffusionAdapter(PolicyAdapter):
         latents = row_noise(seed, ids, shape, stream).to(**run)
         noise = row_noise(seed, prompts.row_ids, (len(steps), *shape), "steps").to(**run)
         stored = torch.empty(2, count, len(steps), *shape, **run)
-        values, factors = [], []
+        values = []
         for step in range(options.steps):
             sigma, sigma_next = sigmas[step].expand(count), sigmas[step + 1].expand(count)
             velocity = self._velocity(latents, sigma, inputs, options)
@@ -220,28 +219,24 @@ class DiffusionAdapter(PolicyAdapter):
             latents = move.sample(noise[:, slot])
             stored[1, :, slot] = latents
             values.append(transition_log_prob(move, latents, options.reduction, channel_dim=self.channel_dim))
-            factors.append(move.kl_factor)
         data: dict[str, Any] = {"final": latents}
         if steps:
-            data |= {"latents": stored[0], "next_latents": stored[1], "kl_factor": torch.stack(factors, dim=1)}
+            data |= {"latents": stored[0], "next_latents": stored[1]}
         return RolloutBatch(
             prompts=prompts,
             unit_kind="transition",
             unit_mask=torch.ones(count, len(steps), dtype=torch.bool, device=self.device),
             old_log_prob=torch.stack(values, dim=1) if values else None,
             data=data,
-            shared={
-                "sigmas": sigmas,
-                "sampling": options,
-                "ratio_exempt": options.logprob_mode == "cond" and options.guidance != 1,
-            },
+            shared={"sigmas": sigmas, "sampling": options},
             unit_tags={"step_index": torch.tensor(steps, dtype=torch.int64, device=self.device).expand(count, -1)},
         )
 
     def log_prob(self, rollouts: RolloutBatch, units: Tensor, *, entropy: bool = False) -> LogProb:
         """Replay `units` of all rows; see `PolicyAdapter.log_prob`.
 
-        Transitions: `value` [n, u, *map], `mean` and `prediction` (the velocity) [n, u, *latent], `std` [n, u].
+        Transitions: `value` [n, u, *map], `mean` and `prediction` (the velocity) [n, u, *latent], `std` and
+        `kl_std` [n, u].
         Noise pairs: `value` [n, u] is minus the pair's denoising loss, `prediction` [n, u, *latent] the predicted x0.
         """
         if entropy:
