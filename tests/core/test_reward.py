@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardError, RewardOutput, RewardRequest, as_reward, to_output, to_pil
 from visual_grpo.types import RewardStatus
@@ -126,7 +127,9 @@ class TestPlainFunctions:
         torch.testing.assert_close(reward(made).values, made.images.mean((1, 2, 3)))
 
     def test_any_fields_in_any_order(self):
-        reward = as_reward(lambda metadata, texts, group_ids: [len(t) + int(g) for t, g in zip(texts, group_ids, strict=True)])
+        reward = as_reward(
+            lambda metadata, texts, group_ids: [len(t) + int(g) for t, g in zip(texts, group_ids, strict=True)]
+        )
         assert reward.needs == {"texts"}
         assert reward(request()).values.tolist() == [6.0, 7.0, 8.0]
 
@@ -239,7 +242,9 @@ class TestTrlFunctions:
         assert as_reward(named)(request(metadata=rows)).values.tolist() == [1.0, 0.0, 0.0]
 
     def test_a_missing_column_is_named(self):
-        with pytest.raises(RewardError, match=r"needs the data-set column\(s\) solution, which no row has; the rows have id"):
+        with pytest.raises(
+            RewardError, match=r"needs the data-set column\(s\) solution, which no row has; the rows have id"
+        ):
             as_reward(trl_columns)(request(metadata=[{"id": 1}] * 3))
 
     def test_async(self):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from visual_grpo.errors import UserError
 from visual_grpo.reward import GroupReward, Reward, RewardError, RewardOutput, RewardRequest
 from visual_grpo.scoring import RewardSpec, RewardSuite
@@ -53,7 +54,9 @@ class TestCombination:
                 values = torch.arange(4.0)
                 return RewardOutput(values=values, details={"double": values * 2})
 
-        suite = RewardSuite({"a": {"reward": Detailed, "weight": 2.0}, "b": {"reward": ids, "weight": -0.5}, "brightness": 0})
+        suite = RewardSuite(
+            {"a": {"reward": Detailed, "weight": 2.0}, "b": {"reward": ids, "weight": -0.5}, "brightness": 0}
+        )
         batch = suite.score(request())
         assert batch.names == ("a", "b", "brightness")
         assert batch.values.shape == (4, 3)
@@ -195,7 +198,9 @@ class TestWrongAnswers:
         assert batch.usable.tolist() == [True, False, False, True]
 
     def test_a_failed_part_makes_the_row_unusable(self):
-        batch = RewardSuite({"id": ids, "nan": {"reward": lambda prompts: [1, NAN, 1, 1], "retries": 0}}).score(request())
+        batch = RewardSuite({"id": ids, "nan": {"reward": lambda prompts: [1, NAN, 1, 1], "retries": 0}}).score(
+            request()
+        )
         assert batch.usable.tolist() == [True, False, True, True]
 
     def test_images_with_nan_pixels_fail_and_reach_no_image_reward(self):
@@ -236,14 +241,18 @@ class TestExceptions:
 
     def test_raise_always_ends_the_run_even_when_rows_may_be_dropped(self):
         flaky = Flaky(99)
-        with pytest.raises(RewardError, match=r"reward 'r' failed on every row.*ConnectionError: the judge is away") as caught:
+        with pytest.raises(
+            RewardError, match=r"reward 'r' failed on every row.*ConnectionError: the judge is away"
+        ) as caught:
             one(flaky, retries=1, on_failed="drop").score(request())
         assert flaky.sizes == [4, 4, 1, 1, 1, 1]
         assert isinstance(caught.value.__cause__, ConnectionError)
 
     def test_on_failed_stop_names_reward_row_prompt_and_error(self):
         suite = one(lambda prompts: [1.0, 1.0, 1.0, NAN], on_failed="stop", retries=0)
-        with pytest.raises(RewardError, match=r"reward 'r' failed on row\(s\) 3 of 4 \(row 3: 'prompt 3'\).*on_failed: drop"):
+        with pytest.raises(
+            RewardError, match=r"reward 'r' failed on row\(s\) 3 of 4 \(row 3: 'prompt 3'\).*on_failed: drop"
+        ):
             suite.score(request())
 
     def test_a_user_error_is_not_repeated(self):

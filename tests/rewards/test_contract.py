@@ -1,0 +1,131 @@
+"""What every registered reward must do; a new reward is tested the day it is in the table."""
+
+import copy
+
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torchvision.transforms.functional import pil_to_tensor
+
+from visual_grpo import rewards
+from visual_grpo.registry import REWARDS
+from visual_grpo.reward import Reward, RewardRequest, as_reward, to_output
+from visual_grpo.scoring import RewardSuite
+from visual_grpo.types import RewardStatus
+
+PARAMS = {
+    "length": {"target": 10},
+    "overlong": {"max_length": 20, "cache": 10},
+    "ocr": {"engine_params": {"detection_side": 96}},
+}
+"""Arguments of rewards that cannot be built without."""
+
+
+def card(word: str, color: str) -> torch.Tensor:
+    image = Image.new("RGB", (128, 64), "white")
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((104, 40, 124, 60), fill=color)
+    draw.text((8, 6), word, fill="black", font=ImageFont.load_default(40))
+    return pil_to_tensor(image).float() / 255
+
+
+def request() -> RewardRequest:
+    words, colors = ["SALE", "OPEN", "NOW", ""], ["red", "blue", "black", "white"]
+    texts = ["<think>a</think> so \\boxed{4}", "the answer is <answer>12 cats</answer>", "", "#### 7 or 5"]
+    metadata = [
+        {"answer": "4", "tag": "single_object", "include": [{"class": "square", "count": 1, "color": "red"}]},
+        {"answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
+        {"answer": "5"},
+        {},
+    ]
+    prompts = ['a sign that says "SALE"', 'a sign that says "SHUT"', "no quoted text", 'an empty wall with "NOTHING"']
+    return RewardRequest.build(
+        prompts,
+        images=torch.stack([card(w, c) for w, c in zip(words, colors, strict=True)]),
+        texts=texts,
+        metadata=metadata,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        lengths=torch.tensor([8, 12, 0, 25]),
+    )
+
+
+def names() -> list[str]:
+    return sorted(rewards.TABLE)
+
+
+@pytest.fixture(scope="module", params=names())
+def reward(request) -> Reward:
+    built = as_reward(request.param, params=PARAMS.get(request.param))
+    built.name = request.param
+    yield built
+    built.close()
+
+
+def score(reward, made):
+    return to_output(reward(made), len(made), reward.name)
+
+
+def test_table_and_decorator_agree():
+    for name in names():
+        found = REWARDS.get(name)
+        assert f"{found.__module__}:{found.__qualname__}" == rewards.TABLE[name][0]
+        assert rewards.TABLE[name][1].endswith(".")
+
+
+def test_it_says_what_it_reads(reward):
+    assert reward.needs
+    assert reward.needs <= {"images", "texts"}
+
+
+def test_documented_with_source_and_range(reward):
+    module = __import__(type(reward).__module__, fromlist=["x"])
+    assert "ange" in module.__doc__
+    assert type(reward).__doc__
+
+
+def test_values_and_states(reward):
+    output = score(reward, request())
+    assert output.values.dtype == torch.float32
+    assert output.values.shape == (4,)
+    ok = output.status == RewardStatus.OK
+    assert ok.any()
+    assert torch.isfinite(output.values[ok]).all()
+    assert torch.isnan(output.values[~ok]).all()
+    assert not (output.status == RewardStatus.FAILED).any()
+    for figure in output.details.values():
+        assert figure.shape == (4,)
+
+
+def test_it_changes_nothing(reward):
+    made = request()
+    images, metadata, texts = made.images.clone(), copy.deepcopy(made.metadata), list(made.texts)
+    score(reward, made)
+    assert torch.equal(made.images, images)
+    assert (made.metadata, made.texts) == (metadata, texts)
+
+
+def test_it_is_deterministic(reward):
+    first, second = score(reward, request()), score(reward, request())
+    torch.testing.assert_close(first.values, second.values, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", [[3, 1, 0, 2], [1], [2, 2, 0]])
+def test_rows_are_scored_by_their_own_content(reward, order):
+    made = request()
+    whole, part = score(reward, made), score(reward, made.take(order))
+    torch.testing.assert_close(part.values, whole.values[order], equal_nan=True)
+    assert part.status.tolist() == whole.status[order].tolist()
+    for key, figure in part.details.items():
+        torch.testing.assert_close(figure, whole.details[key][order], equal_nan=True)
+
+
+def test_it_runs_in_a_suite_off_the_main_thread(reward):
+    with RewardSuite({"r": {"reward": reward, "weight": 2.0}}) as suite:
+        batch = suite.submit(request()).result(120)
+    torch.testing.assert_close(batch.values[:, 0], score(reward, request()).values, equal_nan=True)
+
+
+def test_it_can_be_used_after_close(reward):
+    before = score(reward, request())
+    reward.close()
+    torch.testing.assert_close(score(reward, request()).values, before.values, equal_nan=True)
