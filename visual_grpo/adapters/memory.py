@@ -18,7 +18,7 @@ LORA_BLOCK_WIDTHS = 14
 `SD3Transformer2DModel` with saved-tensor hooks (tests/adapters/test_sd3.py repeats it). With LoRA the frozen layers keep no
 inputs. No L x L attention matrix: fused kernels do not keep it."""
 EXTRA_ATTENTION_WIDTHS = 10
-LORA_EXTRA_ATTENTION_WIDTHS = 4
+LORA_EXTRA_ATTENTION_WIDTHS = 6
 """The same for a second, image-only attention in a block (SD3.5-medium)."""
 
 
