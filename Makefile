@@ -8,10 +8,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := ocr,text,dev
-# Small models on few cores: more OpenMP threads than cores only wait for each other.
-export OMP_NUM_THREADS ?= 1
-export TOKENIZERS_PARALLELISM ?= false
-export HF_HUB_OFFLINE ?= 1
 PYTEST_ARGS ?=
 RUN_ARGS ?=
 
@@ -31,6 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: setup ## Train the embedded default for a few minutes and write a report
 	$(BIN)/visual-grpo train quickstart $(RUN_ARGS)
+
+# Tests: models are small, so more threads than one only wait for each other; and nothing may come from a model hub.
+pytest test-slow: export OMP_NUM_THREADS ?= 1
+pytest test-slow: export TOKENIZERS_PARALLELISM ?= false
+pytest test-slow: export HF_HUB_OFFLINE ?= 1
 
 test: lint types pytest ## Lint, types and the default tests (at most 20 minutes)
 
