@@ -63,7 +63,8 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     names = ", ".join(stack.methods) or "grpo"
     if adapter.kind not in needs.kinds or not (adapter.unit_kinds & needs.unit_kinds):
         raise UserError(
-            f"method {names} cannot train adapter {config.model.adapter!r}: it needs a model of kind {' or '.join(sorted(needs.kinds))} "
+            f"method {names} cannot train adapter {config.model.adapter!r}: it needs a model of kind "
+            f"{' or '.join(sorted(needs.kinds))} "
             f"that replays {' or '.join(sorted(needs.unit_kinds))} units, but this one is {adapter.kind} and replays "
             f"{' and '.join(sorted(adapter.unit_kinds))}"
         )

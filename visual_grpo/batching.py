@@ -56,7 +56,11 @@ def check_geometry(train: TrainConfig, world: int, needs: Needs) -> Geometry:
             f"train.prompts_per_step ({train.prompts_per_step}) must be a multiple of the {world} processes, so that groups stay "
             f"whole; use {_nearest(train.prompts_per_step, world)}"
         )
-    key, count = ("prompts_per_step", train.prompts_per_step // world) if needs.whole_groups else ("group_size", train.group_size)
+    key, count = (
+        ("prompts_per_step", train.prompts_per_step // world)
+        if needs.whole_groups
+        else ("group_size", train.group_size)
+    )
     if count % train.updates_per_step:
         raise UserError(
             f"train.updates_per_step ({train.updates_per_step}) must divide train.{key} ({getattr(train, key)}), so that every "

@@ -81,15 +81,25 @@ def check_disjoint(train_prompts: Any, eval_prompts: Any, config: Any) -> None:
 
 def run_plan(plan: Plan, *, resume: bool, out: str | Path | None, root: str | Path) -> Result:
     """Train to the end, export the model into `model/` of the run folder and write the report."""
-    ranks = Ranks()
-    made = None
-    if ranks.main:
-        made = RunFolder.create(root, plan.config.name, config_yaml=to_yaml(plan.config), resume=resume, out=out)
-    path = ranks.broadcast(str(made.path) if made is not None else None)
-    folder = made or RunFolder(path, resumed=resume)
-    trainer = None
+    with Ranks() as ranks:
+        made = None
+        if ranks.main:
+            made = RunFolder.create(root, plan.config.name, config_yaml=to_yaml(plan.config), resume=resume, out=out)
+        path = ranks.broadcast(str(made.path) if made is not None else None)
+        folder = made or RunFolder(path, resumed=resume)
+        try:
+            return _train(plan, folder, ranks, resume=resume)
+        except UserError:
+            if ranks.main:
+                folder.discard()
+            raise
+        finally:
+            folder.close()
+
+
+def _train(plan: Plan, folder: RunFolder, ranks: Ranks, *, resume: bool) -> Result:
+    trainer = build_trainer(plan, folder, ranks)
     try:
-        trainer = build_trainer(plan, folder, ranks)
         if resume:
             trainer.resume()
         result = trainer.run()
@@ -98,11 +108,8 @@ def run_plan(plan: Plan, *, resume: bool, out: str | Path | None, root: str | Pa
         trainer.writer.finish(result)
         return replace(result, folder=str(folder.path))
     finally:
-        if trainer is not None:
-            trainer.suite.close()
-            trainer.writer.close()
-        folder.close()
-        ranks.close()
+        trainer.suite.close()
+        trainer.writer.close()
 
 
 def export(trainer: Trainer) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -55,16 +56,35 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         fill(aside)
-        for path in aside.rglob("*"):
-            if path.is_file():
-                with path.open("rb+") as file:
-                    os.fsync(file.fileno())
-        if target.exists():
-            shutil.rmtree(target)
+        for path in [*aside.rglob("*"), aside]:
+            _flush(path)
+        remove_folder(target)
         os.replace(aside, target)
-    except OSError as error:
+        _flush(target.parent)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(f"cannot write {str(target)!r}: {error.strerror or error}. Free space or change the rights, then --resume") from None
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"cannot write {str(target)!r}: {reason}. Free space or change the rights, then --resume"
+        ) from None
+
+
+def _flush(path: Path) -> None:
+    """Have the system write a file's content, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder that may be there; a kill on the way leaves no half of it under its name."""
+    if path.exists():
+        doomed = path.with_name(f".{path.name}.old.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -103,7 +123,7 @@ def join_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def rng_state() -> dict[str, Any]:
     """Python's, NumPy's and torch's global generators (rewards of third parties may use them)."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a third party's reward may use it)
     state: dict[str, Any] = {
         "python": [random.getstate()[0], list(random.getstate()[1]), random.getstate()[2]],
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
@@ -119,14 +139,21 @@ def set_rng_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def save_checkpoint(
-    folder: Path, step: int, *, policy: Policy, optimizer: dict[str, Tensor], state: dict[str, Any], rng: list[Any], keep: int
+    folder: Path,
+    step: int,
+    *,
+    policy: Policy,
+    optimizer: dict[str, Tensor],
+    state: dict[str, Any],
+    rng: list[Any],
+    keep: int,
 ) -> Path:
     """Write the checkpoint after `step` iterations and delete all but the newest `keep`.
 
@@ -152,12 +179,17 @@ def save_checkpoint(
         (path / "state.json").write_text(json.dumps(plain), encoding="utf-8")
 
     write_folder(target, fill)
+    prune_checkpoints(folder, keep)
+    return target
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what an interrupted write has left."""
     complete = sorted((p for p in folder.iterdir() if NAME.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
     for old in complete[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
     for leftover in folder.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return target
 
 
 def load_checkpoint(path: Path, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -172,9 +204,13 @@ def load_checkpoint(path: Path, policy: Policy) -> tuple[dict[str, Any], dict[st
         state = join_tensors(plain, load_tensors(path / "state.safetensors"))
         optimizer = load_tensors(path / "optimizer.safetensors")
     except Exception as error:
-        raise UserError(f"checkpoint {str(path)!r} is damaged ({error}); delete this folder to resume from the one before") from None
+        raise UserError(
+            f"checkpoint {str(path)!r} is damaged ({error}); delete this folder to resume from the one before"
+        ) from None
     if weights.keys() != policy.trainable.keys():
-        raise UserError(f"checkpoint {str(path)!r} holds other trained parameters than this model; resume with the run's own config")
+        raise UserError(
+            f"checkpoint {str(path)!r} holds other trained parameters than this model; resume with the run's own config"
+        )
     with torch.no_grad():
         for name, parameter in policy.trainable.items():
             parameter.copy_(weights[name])
@@ -184,7 +220,7 @@ def load_checkpoint(path: Path, policy: Policy) -> tuple[dict[str, Any], dict[st
 
 
 def export_model(policy: Policy, target: Path) -> Path:
-    """Write the trained model for the plain libraries: a LoRA for diffusers `load_lora_weights` or peft, else `save_pretrained`."""
+    """Write the trained model for the plain libraries: a LoRA that diffusers or peft load, else `save_pretrained`."""
 
     def fill(path: Path) -> None:
         if policy.config.lora is None:

@@ -43,7 +43,9 @@ class ModelConfig(Section):
     revision: str | None = None
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field("float32", description="of frozen weights")
     lora: LoraConfig | None = Field(None, description="null = full weights")
-    train_layers: list[str] | None = Field(None, description="full weights: train only parameters whose name contains one of these")
+    train_layers: list[str] | None = Field(
+        None, description="full weights: train only parameters whose name contains one of these"
+    )
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
 
@@ -76,7 +78,9 @@ class RewardConfig(Section):
 class AdvantageConfig(Section):
     """How rewards become advantages (card grpo_core)."""
 
-    scope: Literal["group", "batch", "none"] = Field("group", description="whose std divides; the mean is always the group's")
+    scope: Literal["group", "batch", "none"] = Field(
+        "group", description="whose std divides; the mean is always the group's"
+    )
     std: Literal["bessel", "population", "none"] = "bessel"
     eps: Annotated[float, Field(ge=0)] = 1e-4
     single_group: Literal["zero", "raw"] = "zero"
@@ -94,7 +98,8 @@ class RatioConfig(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     delta: Annotated[float, Field(gt=0)] | None = None
     old: Literal["auto", "sampler"] = Field(
-        "auto", description="auto: on-policy updates take the detached new log-prob; sampler: always what sampling stored"
+        "auto",
+        description="auto: on-policy updates take the detached new log-prob; sampler: always what sampling stored",
     )
 
 
@@ -236,7 +241,7 @@ def _reward_map(value: Any) -> Any:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list):
-        value = {name: 1.0 for name in value}
+        value = dict.fromkeys(value, 1.0)
     if not isinstance(value, Mapping):
         return value
     return {k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
@@ -274,7 +279,7 @@ class RunConfig(Section):
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dict `base` with the values of `over` on top; neither is changed. `rewards`, `method` and other lists are replaced."""
+    """Nested dict `base` with the values of `over` on top; neither is changed. `rewards` and lists are replaced."""
     out = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and key not in {"rewards", "params"}:
@@ -345,7 +350,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"config file {str(path)!r} is not valid YAML: {error}") from None
     if not isinstance(value, Mapping):
-        raise UserError(f"config file {str(path)!r} must hold sections such as model: and train:, got {type(value).__name__}")
+        raise UserError(
+            f"config file {str(path)!r} must hold sections such as model: and train:, got {type(value).__name__}"
+        )
     return dict(_numbers(value))
 
 
@@ -382,7 +389,10 @@ def _known_keys(cls: type[BaseModel], loc: Sequence[str]) -> list[str]:
         info = getattr(model, "model_fields", {}).get(part)
         if info is None:
             continue
-        model = next((a for a in (info.annotation, *getattr(info.annotation, "__args__", ())) if hasattr(a, "model_fields")), model)
+        model = next(
+            (a for a in (info.annotation, *getattr(info.annotation, "__args__", ())) if hasattr(a, "model_fields")),
+            model,
+        )
     return list(getattr(model, "model_fields", {}))
 
 

@@ -55,7 +55,9 @@ def load_prompts(config: DataConfig) -> list[PromptRow]:
 
 def _testbed(name: str, split: str) -> list[dict[str, Any]]:
     if name not in TESTBED:
-        raise UserError(f"no testbed world {name!r}.{did_you_mean(name, list(TESTBED))} Known: {', '.join(sorted(TESTBED))}.")
+        raise UserError(
+            f"no testbed world {name!r}.{did_you_mean(name, list(TESTBED))} Known: {', '.join(sorted(TESTBED))}."
+        )
     train, heldout = load_object(TESTBED[name])()
     splits = {"train": train, "heldout": heldout}
     if split not in splits:
@@ -65,7 +67,9 @@ def _testbed(name: str, split: str) -> list[dict[str, Any]]:
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise UserError(f"no prompt file at {str(path)!r}; set data.source (or eval.source) to a .txt, .jsonl or .parquet file")
+        raise UserError(
+            f"no prompt file at {str(path)!r}; set data.source (or eval.source) to a .txt, .jsonl or .parquet file"
+        )
     if path.suffix == ".parquet":
         from datasets import load_dataset
 
@@ -83,7 +87,9 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}); a .jsonl file has one object a line") from None
+            raise UserError(
+                f"{path}, line {number}: not valid JSON ({error.msg}); a .jsonl file has one object a line"
+            ) from None
         if not isinstance(record, dict):
             raise UserError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
         records.append(record)
@@ -112,7 +118,9 @@ def _row(record: dict[str, Any], number: int, config: DataConfig) -> PromptRow:
     metadata = dict(record)
     if config.answer_column is not None:
         if config.answer_column not in record:
-            raise UserError(f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column)")
+            raise UserError(
+                f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column)"
+            )
         metadata["answer"] = record[config.answer_column]
     if config.system_prompt is not None:
         metadata["system"] = config.system_prompt
@@ -149,7 +157,9 @@ class PromptSource:
         if weights is not None and not bool((weights == weights[0]).all()):
             possible = int((weights > 0).sum())
             if possible < count:
-                raise UserError(f"only {possible} prompts are left by select_prompts, but train.prompts_per_step needs {count}")
+                raise UserError(
+                    f"only {possible} prompts are left by select_prompts, but train.prompts_per_step needs {count}"
+                )
             generator = seeded_generator(self.seed, 17, self.cursor)
             chosen = torch.multinomial(weights.double(), count, generator=generator).tolist()
         else:
@@ -185,7 +195,9 @@ def evaluation_batch(rows: Sequence[PromptRow], samples: int) -> PromptBatch:
     """
     has_tags = all("tag" in r.metadata for r in rows)
     turns = in_turns(rows, "tag" if has_tags else None)
-    shuffled = [[t[i] for i in torch.randperm(len(t), generator=seeded_generator(99, k)).tolist()] for k, t in enumerate(turns)]
+    shuffled = [
+        [t[i] for i in torch.randperm(len(t), generator=seeded_generator(99, k)).tolist()] for k, t in enumerate(turns)
+    ]
     chosen, repeats = [], []
     for i in range(samples):
         turn = shuffled[i % len(shuffled)]

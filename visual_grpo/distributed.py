@@ -1,15 +1,26 @@
-"""The processes of a run: which rows are mine, sums over all, rows of all. One process needs none of it and pays nothing."""
+"""The processes of a run: which rows are mine, sums over all, rows of all. One process needs none of it and pays nothing.
+
+A process that fails tells the others why and leaves; they meet its absence in their next collective and end with its message.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from visual_grpo.errors import UserError
+from visual_grpo.errors import RunError, UserError
+
+FAILURE = "visual_grpo/failure"
+FAREWELL = timedelta(seconds=5)
+T = TypeVar("T")
 
 
 class Ranks:
@@ -18,12 +29,53 @@ class Ranks:
     def __init__(self) -> None:
         """Join the process group of the environment, if there is one."""
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.store: Any = None
         if self.world > 1 and not dist.is_initialized():
-            from accelerate import PartialState
-
-            PartialState()
+            # Figures, rows and messages go between CPUs; only gradients go between accelerators.
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            self.store, rank, _ = next(dist.rendezvous("env://"))
+            dist.init_process_group(
+                backend, store=dist.PrefixStore("group", self.store), rank=rank, world_size=self.world
+            )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self.store is not None:
+            self._tell(error)
+        self.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Leave the reason where the other processes will look for it, unless it came from one of them."""
+        told = {"rank": self.rank, "message": str(error) or type(error).__name__, "user": isinstance(error, UserError)}
+        with suppress(RuntimeError):
+            if not self.store.check([FAILURE]):
+                self.store.set(FAILURE, json.dumps(told))
+
+    def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Run a collective.
+
+        Raises:
+            RunError: another process has failed; with its message, or with what is known.
+            UserError: the same, where the input was at fault.
+        """
+        try:
+            return collective(*args, **options)
+        except RuntimeError as error:
+            told = None
+            with suppress(RuntimeError):
+                if self.store is not None and self.store.check([FAILURE]):
+                    told = json.loads(self.store.get(FAILURE))
+            if told is None:
+                raise RunError(
+                    f"process {self.rank} lost the others: one has ended without a word (killed, or out of memory), or the "
+                    f"network is gone; see their output, then go on with --resume ({str(error).splitlines()[0]})"
+                ) from error
+            kind = UserError if told["user"] else RunError
+            raise kind(f"process {told['rank']} failed: {told['message']}") from None
 
     @property
     def main(self) -> bool:
@@ -57,7 +109,7 @@ class Ranks:
         if self.world == 1:
             return value
         out = value.detach().clone()
-        dist.all_reduce(out)
+        self._together(dist.all_reduce, out)
         return out
 
     def max(self, value: Tensor) -> Tensor:
@@ -65,7 +117,7 @@ class Ranks:
         if self.world == 1:
             return value
         out = value.detach().clone()
-        dist.all_reduce(out, op=dist.ReduceOp.MAX)
+        self._together(dist.all_reduce, out, op=dist.ReduceOp.MAX)
         return out
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -73,7 +125,7 @@ class Ranks:
         if self.world == 1:
             return rows
         parts: list[Any] = [None] * self.world
-        dist.all_gather_object(parts, rows.detach().cpu())
+        self._together(dist.all_gather_object, parts, rows.detach().cpu())
         return torch.cat(parts).to(rows.device)
 
     def gather_objects(self, items: list[Any]) -> list[Any]:
@@ -81,7 +133,7 @@ class Ranks:
         if self.world == 1:
             return items
         parts: list[Any] = [None] * self.world
-        dist.all_gather_object(parts, items)
+        self._together(dist.all_gather_object, parts, items)
         return [item for part in parts for item in part]
 
     def mine(self, gathered: Tensor, count: int) -> Tensor:
@@ -97,7 +149,7 @@ class Ranks:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        self._together(dist.broadcast_object_list, box, src=0)
         return box[0]
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -106,7 +158,9 @@ class Ranks:
             return
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
+        if flat.is_cuda:
+            self.barrier()  # a process that failed on the way is met here: NCCL would wait for it
+        self._together(dist.all_reduce, flat)
         offset = 0
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = flat[offset : offset + grad.numel()].view_as(grad).clone()
@@ -115,9 +169,16 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all."""
         if self.world > 1:
-            dist.barrier()
+            self._together(dist.barrier)
 
     def close(self) -> None:
-        """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the process group. The main process, which may hold the store, lets the others read the last message."""
+        if not dist.is_initialized():
+            return
+        dist.destroy_process_group()
+        if self.store is not None:
+            with suppress(RuntimeError):
+                self.store.set(f"visual_grpo/left/{self.rank}", "")
+                if self.rank == 0:
+                    self.store.wait([f"visual_grpo/left/{rank}" for rank in range(self.world)], FAREWELL)
+            self.store = None

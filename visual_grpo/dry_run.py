@@ -53,4 +53,6 @@ def print_dry_run(plan: Plan) -> None:
     console.print(parts)
     for note in memory.notes:
         console.print(f"note: {note}")
-    console.print(f"nothing was loaded or trained. The resolved config:\n\n{to_yaml(config)}", markup=False, highlight=False)
+    console.print(
+        f"nothing was loaded or trained. The resolved config:\n\n{to_yaml(config)}", markup=False, highlight=False
+    )

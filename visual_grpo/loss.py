@@ -19,7 +19,6 @@ from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.objectives import Metrics
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch
 
-
 RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 41)), torch.tensor([torch.inf])])
 """Edges of the histogram of ratios: fine around 1, open at both ends."""
 
@@ -57,9 +56,7 @@ def couples_units(stack: MethodStack, state: LoopState) -> bool:
     return stack.needs.couples_units or ratio.level != "token" or loss.surrogate == "vespo"
 
 
-def passes(
-    stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopState
-) -> Iterator[tuple[Tensor, Metrics]]:
+def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopState) -> Iterator[tuple[Tensor, Metrics]]:
     """Yield (loss with gradient, figures) of a micro-batch, one forward pass at a time; the caller runs `backward` on each.
 
     With `train.units_per_pass` the units are replayed in chunks, so that memory does not grow with their number. A loss that
@@ -82,7 +79,12 @@ def passes(
 
 
 def _coupled_passes(
-    stack: MethodStack, rows: LossInputs, coefficients: Tensor, everything: Tensor, chunks: list[Tensor], state: LoopState
+    stack: MethodStack,
+    rows: LossInputs,
+    coefficients: Tensor,
+    everything: Tensor,
+    chunks: list[Tensor],
+    state: LoopState,
 ) -> Iterator[tuple[Tensor, Metrics]]:
     with torch.no_grad():
         values = torch.cat([state.policy.log_prob(rows.rollouts, units).value for units in chunks], dim=1)
@@ -172,7 +174,9 @@ def reference_divergence(micro: MicroBatch, state: LoopState) -> Tensor:
     assert ref is not None
     if estimator == "gaussian":
         if now.mean is None or ref.mean is None or now.kl_std is None:
-            raise UserError("kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs")
+            raise UserError(
+                "kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs"
+            )
         unit = gaussian_kl(now.mean.flatten(0, 1), ref.mean.flatten(0, 1), now.kl_std.flatten())
         return unit.view(now.mean.shape[:2])
     if estimator == "prediction":

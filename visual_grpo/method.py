@@ -152,7 +152,9 @@ class Method(Generic[C]):
 
     # -- scores ---------------------------------------------------------------------------------------------------------------
 
-    def score(self, rollouts: RolloutBatch, rewards: Callable[[RolloutBatch], RewardBatch], state: LoopState) -> RewardBatch:
+    def score(
+        self, rollouts: RolloutBatch, rewards: Callable[[RolloutBatch], RewardBatch], state: LoopState
+    ) -> RewardBatch:
         """Exclusive. Every reward on every row."""
         return rewards(rollouts)
 
@@ -186,7 +188,9 @@ class Method(Generic[C]):
         )
         return state.ranks.mine(everywhere, len(total)).float()
 
-    def adjust_advantages(self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
+    def adjust_advantages(
+        self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState
+    ) -> Tensor:
         """Chained, after the core's own clamps (`advantage.clip`, `advantage.soft_clip`)."""
         return advantages
 
@@ -225,8 +229,10 @@ class Method(Generic[C]):
         limit = loss.max_length or getattr(state.sampling, "max_new_tokens", None)
         return aggregation_coefficients(mask, totals, mode=loss.aggregation, max_length=limit)
 
-    def regularise(self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState) -> dict[str, Tensor]:
-        """Chained (added). Named terms to add to the loss; `coefficients` [n, u] aggregate, `weights` [n, u] are the unit weights."""
+    def regularise(
+        self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState
+    ) -> dict[str, Tensor]:
+        """Chained (added). Named terms to add to the loss; `coefficients` [n, u] aggregate, `weights` [n, u] weigh units."""
         return {}
 
     # -- after the update -------------------------------------------------------------------------------------------------------
@@ -295,13 +301,17 @@ class MethodStack:
                 value = getattr(method, hook)(value, *args)
         return value
 
-    def after_score(self, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState) -> tuple[RolloutBatch, RewardBatch]:
+    def after_score(
+        self, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState
+    ) -> tuple[RolloutBatch, RewardBatch]:
         """The chained hook that carries two values."""
         for method in self.methods.values():
             rollouts, rewards = method.after_score(rollouts, rewards, state)
         return rollouts, rewards
 
-    def regularise(self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState) -> dict[str, Tensor]:
+    def regularise(
+        self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState
+    ) -> dict[str, Tensor]:
         """All methods' terms by name."""
         terms: dict[str, Tensor] = {}
         for name, method in self.methods.items():

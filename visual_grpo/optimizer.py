@@ -18,7 +18,11 @@ class Optimizer:
         self.parameters = parameters
         self.steps_done = 0
         self.adamw = torch.optim.AdamW(
-            list(parameters.values()), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            list(parameters.values()),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
         )
 
     @property

@@ -115,7 +115,13 @@ class Policy:
 
     @torch.no_grad()
     def sample(
-        self, prompts: PromptBatch, *, seed: int, sampling: SamplingConfig, units: Tensor | None = None, batch: int | None = None
+        self,
+        prompts: PromptBatch,
+        *,
+        seed: int,
+        sampling: SamplingConfig,
+        units: Tensor | None = None,
+        batch: int | None = None,
     ) -> RolloutBatch:
         """Sample and decode all rows, `batch` rows at a time (None = all at once); see `PolicyAdapter.sample`."""
         self.module.eval()

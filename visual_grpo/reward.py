@@ -201,6 +201,9 @@ class Reward(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     """which of "images" and "texts" it reads: a run whose model makes neither is refused before weights are loaded."""
     whole_groups: ClassVar[bool] = False
+    rows_per_call: ClassVar[int | None] = None
+    """rows that it is given at a time unless the config says `batch_size`: small where a row takes long, since the time limit
+    is that of a call; None: all rows."""
 
     @abstractmethod
     def __call__(self, request: RewardRequest) -> RewardOutput | Tensor | Sequence[float | None]:

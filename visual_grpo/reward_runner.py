@@ -45,7 +45,7 @@ class RewardSpec:
     on_failed: Literal["drop", "stop"] = "drop"
     eval_only: bool = False
     batch_size: int | None = None
-    """most rows a call; None: all at once."""
+    """most rows a call; None: what the reward itself asks for, which is mostly all at once."""
     applies: Applies | None = None
     """which rows it scores: {metadata key: value or list of values}, or a function of a row's metadata; None: all."""
     completions: Literal["auto", "text", "messages"] = "auto"
@@ -141,7 +141,7 @@ class RewardRunner:
     def run(self, request: RewardRequest) -> tuple[RewardOutput, dict[int, BaseException]]:
         """Score `request`; returns values, states and details [N], and the last error of each failed row."""
         began = time.perf_counter()
-        board = Board(request, self.spec)
+        board = Board(request, self.spec, self.spec.batch_size or self.reward.rows_per_call)
         with self._lock:
             if "images" in self.reward.needs:
                 board.fail_broken_pixels()
@@ -231,7 +231,8 @@ class RewardRunner:
             self._worker.close()
             self._worker = None
             raise HangError(
-                f"reward {self.spec.name!r} did not return within timeout_s = {limit:g} s; its call was given up"
+                f"reward {self.spec.name!r} did not return within timeout_s = {limit:g} s and its call was given up; if it is "
+                f"only slow, raise rewards.{self.spec.name}.timeout_s or lower batch_size"
             ) from None
 
     def close(self) -> None:
@@ -250,10 +251,10 @@ def _without_gradient(reward: Reward, request: RewardRequest) -> Any:
 class Board:
     """Values and states of N rows while they are being filled in."""
 
-    def __init__(self, request: RewardRequest, spec: RewardSpec) -> None:
+    def __init__(self, request: RewardRequest, spec: RewardSpec, batch_size: int | None) -> None:
         count = len(request)
         self.request = request
-        self.batch_size = spec.batch_size or count
+        self.batch_size = batch_size or count
         self.values = torch.full((count,), torch.nan)
         self.status = torch.full((count,), int(RewardStatus.NOT_APPLICABLE), dtype=torch.int8)
         self.details: dict[str, Tensor] = {}

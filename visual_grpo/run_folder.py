@@ -6,10 +6,11 @@ all (a temporary file that is renamed), except metrics.jsonl, whose lines are ap
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import yaml
 
 from visual_grpo.errors import RunError, UserError
+from visual_grpo.json_lines import finite, json_line, read_jsonl
 
 __all__ = ["MAY_CHANGE", "RunFolder", "changed_keys", "read_jsonl", "read_metrics", "write_atomic"]
 
@@ -85,7 +87,6 @@ class RunFolder:
         if resume:
             folder = cls(Path(out) if out is not None else _newest(Path(root), name), resumed=True)
             folder._check_resume(config_yaml)
-            _make(folder.path)
         elif out is not None:
             folder = cls(Path(out))
             if _holds_run(folder.path):
@@ -97,6 +98,8 @@ class RunFolder:
             folder = cls(_next_free(Path(root), name))
         if not _lock(folder.path):
             raise UserError(f"another process is training in {str(folder.path)!r}: stop it first, or use another --out")
+        if resume:
+            _sweep(folder.path)
         for sub in (folder.samples, folder.eval, folder.checkpoints):
             _guard(sub, lambda sub=sub: sub.mkdir(exist_ok=True))  # type: ignore[misc]
         write_atomic(folder.config, config_yaml)
@@ -123,7 +126,7 @@ class RunFolder:
         Raises:
             RunError: the file cannot be written.
         """
-        line = _json_line(record)
+        line = json_line(record)
 
         def write() -> None:
             with self.metrics.open("a", encoding="utf-8", newline="\n") as file:
@@ -137,23 +140,33 @@ class RunFolder:
         """The records of metrics.jsonl, of `kinds` only where given; a torn last line is left out."""
         return [r for r in read_metrics(self.path) if not kinds or r.get("kind") in kinds]
 
-    def truncate_metrics(self, step: int) -> int:
-        """Drop the records after `step` and a torn last line, so that a resumed run writes them once; return how many went."""
-        return self._keep(lambda record: record.get("step", 0) <= step)
+    @property
+    def metrics_size(self) -> int:
+        """Bytes of metrics.jsonl, for the checkpoint: everything behind them was written later."""
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
 
-    def drop_metrics(self, kind: str, step: int) -> int:
-        """Drop the records of one kind at one step; return how many went."""
-        return self._keep(lambda record: (record.get("kind"), record.get("step")) != (kind, step))
+    def cut_metrics(self, size: int) -> None:
+        """Drop what was written after metrics.jsonl had `size` bytes, so that a resumed run writes it once.
 
-    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
-        if not self.metrics.exists():
-            return 0
-        records = read_metrics(self.path)
-        kept = [r for r in records if wanted(r)]
-        content = "".join(_json_line(r) for r in kept).encode()
-        if content != self.metrics.read_bytes():
-            write_atomic(self.metrics, content)
-        return len(records) - len(kept)
+        Raises:
+            UserError: the file is shorter, so records of the run are gone.
+        """
+        if self.metrics_size < size:
+            raise UserError(
+                f"{str(self.metrics)!r} holds fewer records than at the last checkpoint: it was changed since; restore it"
+            )
+        if self.metrics_size > size:
+            _guard(self.metrics, lambda: os.truncate(self.metrics, size))
+
+    def discard(self) -> None:
+        """Take a folder back in which nothing was recorded, because the input was wrong."""
+        if self.resumed or _holds_run(self.path):
+            return
+        for file in (self.config, self.log, self.path / ".lock"):
+            file.unlink(missing_ok=True)
+        for folder in (self.samples, self.eval, self.checkpoints, self.path):
+            with contextlib.suppress(OSError):  # not empty: something of the user's
+                folder.rmdir()
 
     def eval_path(self, step: int) -> Path:
         """`eval/step-000010.jsonl`."""
@@ -166,7 +179,7 @@ class RunFolder:
     def write_eval(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """Write the samples of one evaluation, one a line."""
         path = self.eval_path(step)
-        write_atomic(path, "".join(_json_line(row) for row in rows))
+        write_atomic(path, "".join(json_line(row) for row in rows))
         return path
 
     def read_eval(self, step: int) -> list[dict[str, Any]]:
@@ -176,7 +189,7 @@ class RunFolder:
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write one JSON document, indented."""
-        clean, _ = _finite(value)
+        clean, _ = finite(value)
         write_atomic(path, json.dumps(clean, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def write_text_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str], marks: Sequence[Any]) -> Path:
@@ -206,31 +219,6 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     if path.is_dir():
         path = path / "metrics.jsonl"
     return read_jsonl(path, torn_end=True) if path.exists() else []
-
-
-def read_jsonl(path: Path, *, torn_end: bool = False) -> list[dict[str, Any]]:
-    """The records of a file with one JSON object a line; with `torn_end` an incomplete last line is left out.
-
-    Raises:
-        UserError: the file cannot be read, or a line is no JSON object.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif not (torn_end and number == len(lines)):
-            raise UserError(f"line {number} of {str(path)!r} is not a JSON object; delete the line or restore the file")
-    return records
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -276,33 +264,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _json_line(record: Mapping[str, Any]) -> str:
-    clean, bad = _finite(record)
-    if bad:
-        clean = {**clean, "non_finite": sorted({*clean.get("non_finite", ()), *bad})}
-    return json.dumps(clean, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any, key: str = "") -> tuple[Any, list[str]]:
-    """A copy that JSON can hold, and the dotted keys whose numbers were NaN or infinite."""
-    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None, [key]
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
-        return value, []
-    bad: list[str] = []
-    out: dict[Any, Any] = {}
-    for name, item in items:
-        out[name], found = _finite(item, f"{key}.{name}" if key else str(name))
-        bad += found
-    return (out if isinstance(value, Mapping) else list(out.values())), bad
-
-
 def _holds_run(path: Path) -> bool:
     """Whether a run has written here: a folder with only a config is a start that failed before its first record."""
     metrics = path / "metrics.jsonl"
@@ -321,6 +282,15 @@ def _next_free(root: Path, name: str) -> Path:
         _make(path)
         if _lock(path):
             return path
+
+
+def _sweep(path: Path) -> None:
+    """Delete what a killed process was writing."""
+    for leftover in [*path.glob(".*.tmp"), *path.glob("*/.*.tmp")]:
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def _make(path: Path) -> None:

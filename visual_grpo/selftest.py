@@ -66,9 +66,17 @@ def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
     if getattr(sampling, "logprob_mode", "guided") == "cond" and getattr(sampling, "guidance", 1.0) != 1.0:
         return Check(name=name, status="ok", detail="exempt: log-probs leave guidance out (sampling.logprob_mode=cond)")
     if "training" in probe.prompts.contexts:
-        return Check(name=name, status="ok", detail="exempt: the rows are trained under another prompt than they were sampled with")
+        return Check(
+            name=name,
+            status="ok",
+            detail="exempt: the rows are trained under another prompt than they were sampled with",
+        )
     if not bool(probe.unit_mask.any()):
-        return Check(name=name, status="failed", detail="no unit may be trained; check sampling (solver, steps) and the training window")
+        return Check(
+            name=name,
+            status="failed",
+            detail="no unit may be trained; check sampling (solver, steps) and the training window",
+        )
     units = torch.arange(probe.num_units)
     with torch.no_grad():
         new = state.policy.log_prob(probe, units).value
@@ -91,8 +99,13 @@ def _unequal_rewards(rewards: RewardBatch, rollouts: RolloutBatch, state: LoopSt
     total, ids = state.ranks.gather(rewards.total()), state.ranks.gather(rollouts.group_ids)
     flat = flat_groups(total, ids)
     live = int((~flat).sum())
-    status, hint = ("ok", "") if live else (
-        "warn", ": nothing to learn from yet. Raise train.group_size, use easier prompts or a reward with finer steps"
+    status, hint = (
+        ("ok", "")
+        if live
+        else (
+            "warn",
+            ": nothing to learn from yet. Raise train.group_size, use easier prompts or a reward with finer steps",
+        )
     )
     return Check(name="groups with unequal rewards", status=status, detail=f"{live} of {len(flat)}{hint}")
 
@@ -117,12 +130,24 @@ def _gradient(stack: MethodStack, probe: RolloutBatch, state: LoopState) -> Chec
     bad = [n for n, g in grads.items() if g is not None and not bool(torch.isfinite(g).all())]
     unused = [n for n, g in grads.items() if g is None]
     if bad:
-        return Check(name=name, status="failed", detail=f"not finite in {len(bad)} of {len(grads)}, first {bad[0]!r}; use a wider model.dtype")
+        return Check(
+            name=name,
+            status="failed",
+            detail=f"not finite in {len(bad)} of {len(grads)}, first {bad[0]!r}; use a wider model.dtype",
+        )
     norm = float(sum(g.double().square().sum() for g in grads.values() if g is not None)) ** 0.5
     if norm == 0.0:
-        return Check(name=name, status="failed", detail="the gradient is zero everywhere: the loss does not depend on the trained weights")
+        return Check(
+            name=name,
+            status="failed",
+            detail="the gradient is zero everywhere: the loss does not depend on the trained weights",
+        )
     if unused:
-        return Check(name=name, status="warn", detail=f"{len(unused)} of {len(grads)} are not used by the loss, first {unused[0]!r}")
+        return Check(
+            name=name,
+            status="warn",
+            detail=f"{len(unused)} of {len(grads)} are not used by the loss, first {unused[0]!r}",
+        )
     return Check(name=name, status="ok", detail=f"{len(grads)} tensors, norm {norm:.3g}")
 
 
@@ -141,7 +166,9 @@ def _sampler_follows(probe: RolloutBatch, state: LoopState, lr: float) -> Check:
     with torch.no_grad():
         for key, parameter in state.policy.trainable.items():
             parameter.copy_(kept[key])
-    same = len(before) == len(after) and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    same = len(before) == len(after) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True)
+    )
     if same:
         return Check(
             name=name,
@@ -166,7 +193,9 @@ def require(checks: list[Check]) -> None:
     """
     failed = [c for c in checks if c.status == "failed"]
     if failed:
-        raise SelfTestError("self-test failed before the first step:\n" + "\n".join(f"  {c.name}: {c.detail}" for c in failed))
+        raise SelfTestError(
+            "self-test failed before the first step:\n" + "\n".join(f"  {c.name}: {c.detail}" for c in failed)
+        )
 
 
 Printer = Callable[[list[Check]], None]

@@ -44,7 +44,9 @@ def print_summary(result: Result) -> None:
     console = Console()
     folder = RunFolder(result.folder)
     if result.before is not None and result.after is not None and result.before.rows and result.step > 0:
-        table = Table(title=f"held-out, before and after {result.step} steps (n={len(result.after.rows)}, same prompts and noises)")
+        table = Table(
+            title=f"held-out, before and after {result.step} steps (n={len(result.after.rows)}, same prompts and noises)"
+        )
         for column in ("figure", "task", "before", "after", "change", "95 % interval"):
             table.add_column(column, justify="left" if column in ("figure", "task") else "right")
         for row in comparison(result.before.rows, result.after.rows):

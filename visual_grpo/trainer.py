@@ -83,10 +83,11 @@ class Trainer:
         self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
         self.state.generate, self.state.score, self.state.draw = self._generate, self._shaped_score, self._draw
         self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
-        self.step = 0  # iterations done
+        self.step = self.saved = 0  # iterations done, and those in the newest checkpoint
         self.trained_s = 0.0
         self.tested = not config.self_test.enabled
         self.first: Evaluation | None = None
+        self.last: Evaluation | None = None  # found by `resume` where the run had ended
         if config.kl.beta > 0 or stack.needs.reference:
             policy.keep_reference()
 
@@ -95,22 +96,24 @@ class Trainer:
     def run(self) -> Result:
         """Train to the last step; a stop alarm or a failure leaves a checkpoint or the last one intact."""
         train = self.config.train
-        last: Evaluation | None = None
         if self.step == 0 and self.first is None:
-            self.first = last = self.evaluate(self.config.eval.final_samples)
+            self.first = self.evaluate(self.config.eval.final_samples)
         stopped = None
         while self.step < train.steps:
             if train.max_minutes is not None and self.trained_s >= 60 * train.max_minutes:
                 stopped = f"train.max_minutes ({train.max_minutes:g}) reached"
                 break
             self.iteration()
-            done = self.step == train.steps
-            if self.config.eval.every and self.step % self.config.eval.every == 0 and not done:
+            if self.config.eval.every and self.step % self.config.eval.every == 0 and self.step < train.steps:
                 self.evaluate(self.config.eval.samples)
-            if self.step % self.config.checkpoint.every == 0 or done:
+            if self.step % self.config.checkpoint.every == 0:
                 self.save()
-        last = self.evaluate(self.config.eval.final_samples) if self.step > 0 else last
-        return Result(folder=str(self.writer.folder.path), step=self.step, before=self.first, after=last, stopped=stopped)
+        if self.step != self.saved:
+            self.save()
+        last = self.last or (self.evaluate(self.config.eval.final_samples) if self.step > 0 else self.first)
+        return Result(
+            folder=str(self.writer.folder.path), step=self.step, before=self.first, after=last, stopped=stopped
+        )
 
     def iteration(self) -> None:
         """One rollout batch and its updates."""
@@ -135,7 +138,7 @@ class Trainer:
         metrics = stats.reduce(self.ranks) | {"lr": self.optimizer.lr}
         for method in self.stack.methods.values():
             method.after_step(metrics, self.state)
-        self.trained_s += time.perf_counter() - started
+        self.trained_s += self.ranks.broadcast(time.perf_counter() - started)  # all stop at the same step
         histograms = step_histograms(self.ranks, advantages, rewards.total(), stats)
         self.writer.step(self.step, metrics, histograms, samples=self.geometry.rows_per_step)
         for alarm in self.alarms.check(self.step, metrics):
@@ -152,7 +155,9 @@ class Trainer:
         weights = self.stack.chain("select_prompts", torch.ones(len(self.source.rows), dtype=torch.float64), self.state)
         chosen = self.source.draw(train.prompts_per_step, weights)
         mine = self.ranks.share(len(chosen), "train.prompts_per_step")
-        batch = prompt_batch([self.source.rows[chosen[i]] for i in mine], train.group_size, first_group=self._drawn + mine.start)
+        batch = prompt_batch(
+            [self.source.rows[chosen[i]] for i in mine], train.group_size, first_group=self._drawn + mine.start
+        )
         self._drawn += len(chosen)
         return batch
 
@@ -185,16 +190,23 @@ class Trainer:
         return RolloutBatch.concat(parts), RewardBatch.concat(done)
 
     def prepare(self, rollouts: RolloutBatch, rewards: RewardBatch, stats: Stats) -> tuple[LossInputs, Tensor]:
-        """Filter, then advantages and unit weights over complete groups: (rows to train, advantages of all rows that were kept)."""
+        """Filter, then advantages and unit weights over complete groups: (rows to train, advantages of all kept rows)."""
         keep = ~(rewards.status == RewardStatus.FAILED).any(1)
         keep = self.stack.chain("filter_groups", keep, rewards, rollouts, self.state)
         if not bool(keep.all()):
-            rollouts, rewards = rollouts.select(torch.nonzero(keep).flatten()), rewards.select(torch.nonzero(keep).flatten())
-        advantages = self.stack.adjusted(self.stack.advantages(rewards, rollouts, self.state), rewards, rollouts, self.state)
+            rollouts, rewards = (
+                rollouts.select(torch.nonzero(keep).flatten()),
+                rewards.select(torch.nonzero(keep).flatten()),
+            )
+        advantages = self.stack.adjusted(
+            self.stack.advantages(rewards, rollouts, self.state), rewards, rollouts, self.state
+        )
         flat = self._flat_rows(rewards, rollouts, stats)
         weights = torch.ones(rollouts.unit_mask.shape)
         weights = self.stack.chain("unit_weights", weights, rewards, rollouts, self.state)
-        rows = fixed_weights(LossInputs(rollouts=rollouts, advantages=advantages, weights=weights), self.stack, self.state)
+        rows = fixed_weights(
+            LossInputs(rollouts=rollouts, advantages=advantages, weights=weights), self.stack, self.state
+        )
         if self.config.advantage.drop_flat:
             rows = rows.select(torch.nonzero(~flat).flatten())
         stats.update(group_figures(rows, advantages, self.ranks.world))
@@ -205,7 +217,7 @@ class Trainer:
         total, ids = self.ranks.gather(rewards.total()), self.ranks.gather(rollouts.group_ids)
         if len(ids) == 0:
             return torch.zeros(0, dtype=torch.bool)
-        known, dense = torch.unique(ids, return_inverse=True)
+        _, dense = torch.unique(ids, return_inverse=True)
         flat = flat_groups(total, dense)
         stats.set("flat_groups", float(flat.float().mean()))
         return self.ranks.mine(flat[dense], len(rewards))
@@ -281,6 +293,7 @@ class Trainer:
                     "cursor": self.source.cursor,
                     "optimizer_steps": self.optimizer.steps_done,
                     "trained_s": self.trained_s,
+                    "metrics_size": self.writer.folder.metrics_size,
                     "methods": self.stack.state_dict(),
                     "alarms": self.alarms.state_dict(),
                 }
@@ -289,20 +302,29 @@ class Trainer:
                     state=state, rng=rng, keep=self.config.checkpoint.keep,
                 )  # fmt: skip
             self.ranks.barrier()
+        self.saved = self.step
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start if there is none."""
         path = ckpt.latest_checkpoint(self.writer.folder.checkpoints)
+        size = 0
         if path is not None:
             state, tensors = ckpt.load_checkpoint(path, self.policy)
-            self.step = int(state["step"])
+            self.step = self.saved = int(state["step"])
+            size = int(state["metrics_size"])
             self.optimizer.load_tensors(tensors, int(state["optimizer_steps"]))
             self.source.cursor = int(state["cursor"])
             self.trained_s = float(state["trained_s"])
             self.stack.load_state_dict(state["methods"])
             self.alarms.load_state_dict(state["alarms"])
-            ckpt.set_rng_state(state["rng"][self.ranks.rank])
-        self.first = self.writer.rewind(self.step)
+            if self.ranks.rank < len(
+                state["rng"]
+            ):  # fewer processes before: their draws depend on the row, not on these
+                ckpt.set_rng_state(state["rng"][self.ranks.rank])
+        if self.ranks.main:
+            ckpt.prune_checkpoints(self.writer.folder.checkpoints, self.config.checkpoint.keep)
+            found = self.writer.rewind(self.step, size)
+        self.first, self.last = self.ranks.broadcast(found if self.ranks.main else None)
 
 
 def micro_batches(rows: LossInputs, size: int, *, whole_groups: bool) -> list[Tensor]:
@@ -319,4 +341,3 @@ def micro_batches(rows: LossInputs, size: int, *, whole_groups: bool) -> list[Te
         else:
             parts.append(members)
     return parts
-

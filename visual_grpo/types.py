@@ -247,9 +247,7 @@ class RewardBatch:
         if not parts:
             raise ValueError("RewardBatch.concat needs at least one batch")
         keys = sorted({k for p in parts for k in p.details})
-        details = {
-            k: torch.cat([p.details.get(k, torch.full((len(p),), torch.nan)) for p in parts]) for k in keys
-        }
+        details = {k: torch.cat([p.details.get(k, torch.full((len(p),), torch.nan)) for p in parts]) for k in keys}
         first = parts[0]
         return RewardBatch(
             names=first.names,
@@ -257,7 +255,9 @@ class RewardBatch:
             status=torch.cat([p.status for p in parts]),
             weights=first.weights,
             details=details,
-            clean=None if any(p.clean is None for p in parts) else RewardBatch.concat([p.clean for p in parts if p.clean]),
+            clean=None
+            if any(p.clean is None for p in parts)
+            else RewardBatch.concat([p.clean for p in parts if p.clean]),
         )
 
 

@@ -70,7 +70,14 @@ class RunWriter:
         units = metrics.get("length", 1.0) * samples if self.unit == "tokens" else samples
         times[f"{self.unit}_per_s"] = units / max(times["total"], 1e-9)
         self._record(
-            {"kind": "train", "step": step, "metrics": metrics, "histograms": histograms, "time": times, "memory_gb": memory_gb()}
+            {
+                "kind": "train",
+                "step": step,
+                "metrics": metrics,
+                "histograms": histograms,
+                "time": times,
+                "memory_gb": memory_gb(),
+            }
         )
         self.progress.step(step, metrics, times)
 
@@ -95,10 +102,20 @@ class RunWriter:
         self.folder.write_eval(step, found.rows)
         self._samples(step, found)
         self._record(
-            {"kind": "eval", "step": step, "metrics": found.metrics, "by_tag": found.by_tag, "n": len(found.rows), "time": times}
+            {
+                "kind": "eval",
+                "step": step,
+                "metrics": found.metrics,
+                "by_tag": found.by_tag,
+                "n": len(found.rows),
+                "time": times,
+            }
         )
         shown = {k: v for k, v in found.metrics.items() if k.endswith("/by_tag") or "/" not in k}
-        self.message(f"held-out at step {step} (n={len(found.rows)}): " + "  ".join(f"{k} {v:.4f}" for k, v in sorted(shown.items())))
+        self.message(
+            f"held-out at step {step} (n={len(found.rows)}): "
+            + "  ".join(f"{k} {v:.4f}" for k, v in sorted(shown.items()))
+        )
 
     def _samples(self, step: int, found: Evaluation) -> None:
         count = self.config.eval.grid
@@ -110,23 +127,28 @@ class RunWriter:
             from visual_grpo.grid import save_grid
 
             n = min(len(found.images), len(rows))
-            save_grid(found.images[:n], [r["prompt"] for r in rows[:n]], marks[:n], self.folder.samples_path(step, ".png"))
+            save_grid(
+                found.images[:n], [r["prompt"] for r in rows[:n]], marks[:n], self.folder.samples_path(step, ".png")
+            )
         elif rows and "text" in rows[0]:
             self.folder.write_text_samples(step, [r["prompt"] for r in rows], [r["text"] for r in rows], marks)
 
-    def rewind(self, step: int) -> Evaluation | None:
-        """Forget what was written after checkpoint `step`; give back the evaluation before the first step, if it still counts.
+    def rewind(self, step: int, size: int) -> tuple[Evaluation | None, Evaluation | None]:
+        """Forget what was written after the checkpoint of `step`, when metrics.jsonl had `size` bytes (main process).
 
-        The last evaluation follows the last checkpoint, so at the last step it is made again and its record goes too.
+        Returns:
+            The evaluations before the first step and after the last one, where they were made and still count.
         """
-        if not self.main:
-            rows = self.folder.read_eval(0) if step > 0 else []
-        else:
-            self.folder.truncate_metrics(step if step > 0 else -1)
-            if step == self.config.train.steps:
-                self.folder.drop_metrics("eval", step)
-            rows = self.folder.read_eval(0) if step > 0 else []
-            self.progress.resume(step)
+        self.progress.resume(step)
+        first = self._stored(0) if step > 0 else None
+        wanted, finals = self.config.eval.final_samples, self.folder.read_metrics("eval")
+        if step >= self.config.train.steps and finals and (finals[-1]["step"], finals[-1]["n"]) == (step, wanted):
+            return first, self._stored(step)
+        self.folder.cut_metrics(size)
+        return first, None
+
+    def _stored(self, step: int) -> Evaluation | None:
+        rows = self.folder.read_eval(step)
         if not rows:
             return None
         metrics, by_tag = summarise(rows)

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toy_run import toy_config, toy_trainer  # noqa: E402
+from toy_run import toy_config, toy_trainer
 
-import visual_grpo as vg  # noqa: E402
-from visual_grpo.metrics import Stats  # noqa: E402
-from visual_grpo.trainer import Trainer  # noqa: E402
+import visual_grpo as vg
+from visual_grpo.metrics import Stats
+from visual_grpo.trainer import Trainer
 
 FLOAT64 = {"model": {"dtype": "float64"}, "self_test": {"enabled": False}}
 
@@ -36,14 +36,22 @@ def gradient(trainer: Trainer, *, off_policy: bool) -> tuple[torch.Tensor, float
     captured: dict[str, Any] = {}
 
     def capture(norm: torch.Tensor) -> None:
-        captured["grad"] = torch.cat([p.grad.flatten() for p in trainer.policy.trainable.values() if p.grad is not None])
+        captured["grad"] = torch.cat(
+            [p.grad.flatten() for p in trainer.policy.trainable.values() if p.grad is not None]
+        )
 
     trainer.optimizer.step = capture  # type: ignore[method-assign]
     trainer.optimizer_step(rows, stats)
     return captured["grad"], stats.reduce(trainer.ranks)["loss"]
 
 
-AGGREGATIONS = ["sequence_mean_token_mean", "token_mean", "fixed_length", "sequence_mean_token_sum", "token_sum_over_length"]
+AGGREGATIONS = [
+    "sequence_mean_token_mean",
+    "token_mean",
+    "fixed_length",
+    "sequence_mean_token_sum",
+    "token_sum_over_length",
+]
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

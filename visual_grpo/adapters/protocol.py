@@ -80,7 +80,9 @@ class PolicyAdapter(ABC):
         """The network that is trained; `Policy` injects LoRA into it in place and never replaces it."""
 
     @abstractmethod
-    def sample(self, prompts: PromptBatch, *, seed: int, sampling: SamplingConfig, units: Tensor | None = None) -> RolloutBatch:
+    def sample(
+        self, prompts: PromptBatch, *, seed: int, sampling: SamplingConfig, units: Tensor | None = None
+    ) -> RolloutBatch:
         """One sampling pass over the `N` rows with the present weights, without gradient.
 
         Every random number of a row depends on (`seed`, `row_ids[i]`) alone, so a row's sample does not depend on the batch, the
