@@ -32,3 +32,9 @@ def contract() -> ModuleType:
 def tiny_sd3() -> ModuleType:
     """Builder of a random StableDiffusion3Pipeline (tiny_sd3.py)."""
     return _helper("tiny_sd3")
+
+
+@pytest.fixture(scope="session")
+def tiny_text() -> ModuleType:
+    """A random Qwen3 with its tokenizer, and what tests of text models share (tiny_text.py)."""
+    return _helper("tiny_text")
