@@ -21,6 +21,8 @@ from visual_grpo.testbed.arithmetic import (
     split_prompts,
 )
 
+BIG = Kind(name="big", operators="+-", operands=4, digits=3, other_digits=3)
+
 
 def test_answers_equal_pythons_own_evaluation() -> None:
     for row in all_prompts(200):
@@ -73,7 +75,7 @@ def test_known_prompts_keep_their_side() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kind", [*KINDS, Kind(name="big", operators="+-", operands=4, digits=3, other_digits=3)], ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", [*KINDS, BIG], ids=lambda kind: kind.name)
 def test_solutions_are_right_and_every_equation_holds(kind: Kind, style: str) -> None:
     rng = random.Random(0)
     for _ in range(100):
