@@ -170,8 +170,8 @@ def save_checkpoint(
 
     def fill(path: Path) -> None:
         save_tensors(path / "weights.safetensors", {k: p.data for k, p in policy.trainable.items()})
-        for name, tensors in policy.sets.items():
-            save_tensors(path / f"set-{name}.safetensors", tensors)
+        for name, stored in policy.sets.items():
+            save_tensors(path / f"set-{name}.safetensors", stored)
         save_tensors(path / "optimizer.safetensors", optimizer)
         tensors: dict[str, Tensor] = {}
         plain = split_tensors({**state, "step": step, "rng": rng}, tensors)

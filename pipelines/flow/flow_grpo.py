@@ -40,7 +40,9 @@ class FlowGrpoConfig(MethodConfig):
 
     window: int | None = Field(None, ge=1, description="Fast: noisy, trained steps; null = all steps but the last")
     window_low: int = Field(0, ge=0, description="Fast: first step the window may start at")
-    window_high: int | None = Field(None, ge=1, description="Fast: end of the range the window lies in; null = all but the last step")
+    window_high: int | None = Field(
+        None, ge=1, description="Fast: end of the range the window lies in; null = all but the last step"
+    )
 
 
 class FlowGrpo(Method[FlowGrpoConfig]):
@@ -60,7 +62,9 @@ class FlowGrpo(Method[FlowGrpoConfig]):
     def check(self, run: RunConfig, sampling: Any) -> None:
         """The sampler must be stochastic and hold the window."""
         if sampling.solver == "ode":
-            raise UserError("flow_grpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde or cps")
+            raise UserError(
+                "flow_grpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde or cps"
+            )
         if self.config.window is not None:
             self._window(sampling.steps, None)
 
@@ -91,7 +95,11 @@ def scenes(name: str, method: Any, summary: str, **sections: Any) -> RunConfig:
         "rewards": {"geneval": RewardConfig(params={"mode": "mixed", "detector": "testbed"})},
         "sampling": {"steps": 6, "guidance": 1.0},
         "train": TrainConfig(
-            steps=60, prompts_per_step=8, group_size=12, micro_batch=96, optimizer=OptimizerConfig(lr=2e-4, betas=(0.9, 0.99))
+            steps=60,
+            prompts_per_step=8,
+            group_size=12,
+            micro_batch=96,
+            optimizer=OptimizerConfig(lr=2e-4, betas=(0.9, 0.99)),
         ),
         "eval": EvalConfig(every=20, samples=240, final_samples=480, batch=240),
     }
@@ -135,13 +143,21 @@ def sd35_medium(name: str, method: Any, summary: str, reward: str, **sections: A
     """SD3.5-medium at 512 px with the paper's LoRA; shared by the flow methods' recipes."""
     settings: dict[str, Any] = {
         "model": ModelConfig(
-            adapter="sd3", path="stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16", lora=LoraConfig(rank=32, alpha=64)
+            adapter="sd3",
+            path="stabilityai/stable-diffusion-3.5-medium",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=32, alpha=64),
         ),
         "data": DataConfig(source=f"data/{reward}/train.jsonl"),
         "rewards": {reward: RewardConfig()},
         "sampling": {"steps": 10, "guidance": 4.5, "height": 512, "width": 512},
         "eval": EvalConfig(
-            source=f"data/{reward}/test.jsonl", every=30, samples=480, final_samples=2048, batch=16, sampling={"steps": 40}
+            source=f"data/{reward}/test.jsonl",
+            every=30,
+            samples=480,
+            final_samples=2048,
+            batch=16,
+            sampling={"steps": 40},
         ),
     }
     return RunConfig(name=name, summary=summary, method=[method], **{**settings, **sections})
@@ -171,19 +187,30 @@ def flow_grpo_sd35_medium_geneval() -> RunConfig:
     """Flow-GRPO, SD3.5-medium, GenEval (partial credit), KL 0.04."""
     geneval = {"geneval": RewardConfig(params={"mode": "partial", "detector": "mask2former"})}
     return sd35_medium(
-        "flow_grpo_sd35_medium_geneval", "flow_grpo", "Flow-GRPO on SD3.5-medium, GenEval", "geneval", rewards=geneval, **_paper(0.04)
+        "flow_grpo_sd35_medium_geneval",
+        "flow_grpo",
+        "Flow-GRPO on SD3.5-medium, GenEval",
+        "geneval",
+        rewards=geneval,
+        **_paper(0.04),
     )
 
 
 def flow_grpo_sd35_medium_ocr() -> RunConfig:
     """Flow-GRPO, SD3.5-medium, text rendering, KL 0.04."""
-    return sd35_medium("flow_grpo_sd35_medium_ocr", "flow_grpo", "Flow-GRPO on SD3.5-medium, OCR", "ocr", **_paper(0.04))
+    return sd35_medium(
+        "flow_grpo_sd35_medium_ocr", "flow_grpo", "Flow-GRPO on SD3.5-medium, OCR", "ocr", **_paper(0.04)
+    )
 
 
 def flow_grpo_sd35_medium_pickscore() -> RunConfig:
     """Flow-GRPO, SD3.5-medium, PickScore / 26, KL 0.01."""
     return sd35_medium(
-        "flow_grpo_sd35_medium_pickscore", "flow_grpo", "Flow-GRPO on SD3.5-medium, PickScore", "pickscore", **_paper(0.01)
+        "flow_grpo_sd35_medium_pickscore",
+        "flow_grpo",
+        "Flow-GRPO on SD3.5-medium, PickScore",
+        "pickscore",
+        **_paper(0.01),
     )
 
 

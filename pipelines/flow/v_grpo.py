@@ -41,9 +41,13 @@ from visual_grpo.types import MicroBatch, RolloutBatch
 class VGrpoConfig(MethodConfig):
     """Options of V-GRPO."""
 
-    pairs: int = Field(4, ge=1, description="Monte-Carlo pairs (noise level, noise) a sample: 2 is unstable, 4 on FLUX, 10 on SD3.5")
+    pairs: int = Field(
+        4, ge=1, description="Monte-Carlo pairs (noise level, noise) a sample: 2 is unstable, 4 on FLUX, 10 on SD3.5"
+    )
     share: Literal["group", "step", "none"] = Field("group", description="rows that share the same pairs")
-    stratified: bool = Field(True, description="one level from each of `pairs` chunks of the schedule; false = independent draws")
+    stratified: bool = Field(
+        True, description="one level from each of `pairs` chunks of the schedule; false = independent draws"
+    )
     kl_old_beta: float = Field(0.0, ge=0, description="pull to the weights that sampled, on the stored pairs")
 
 
@@ -64,17 +68,23 @@ class VGrpo(Method[VGrpoConfig]):
         """Every chunk of the schedule needs a step."""
         if self.config.stratified and self.config.pairs > sampling.steps:
             raise UserError(
-                f"method.v_grpo.pairs ({self.config.pairs}) must be at most sampling.steps ({sampling.steps}): each pair draws its "
-                "noise level from its own chunk of the schedule"
+                f"method.v_grpo.pairs ({self.config.pairs}) must be at most sampling.steps ({sampling.steps}): each pair draws "
+                "its noise level from its own chunk of the schedule"
             )
         if run.ratio.level == "token":
-            raise UserError("v_grpo has one ratio a sample: set ratio.level to sequence (its default) or sequence_token")
+            raise UserError(
+                "v_grpo has one ratio a sample: set ratio.level to sequence (its default) or sequence_token"
+            )
 
     def after_rollout(self, rollouts: RolloutBatch, state: LoopState) -> RolloutBatch:
         """Replace the sampler's units by M noise pairs; store old log-probs where an update will be off-policy."""
         final = rollouts.data["final"]
         levels = rollouts.shared["sigmas"][:-1].to(final.device)
-        key = {"group": rollouts.group_ids, "step": torch.zeros_like(rollouts.group_ids), "none": rollouts.prompts.row_ids}
+        key = {
+            "group": rollouts.group_ids,
+            "step": torch.zeros_like(rollouts.group_ids),
+            "none": rollouts.prompts.row_ids,
+        }
         sigma, noise = self._pairs(key[self.config.share], levels, final, state)
         rows = replace(
             rollouts,
@@ -115,7 +125,9 @@ class VGrpo(Method[VGrpoConfig]):
             data["old_prediction"] = torch.cat([p.prediction for p in parts if p.prediction is not None])
         return replace(rows, old_log_prob=torch.cat([p.value for p in parts]), data=data)
 
-    def regularise(self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState) -> dict[str, Tensor]:
+    def regularise(
+        self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState
+    ) -> dict[str, Tensor]:
         """Control C: `beta * mean (x_theta - x_old)^2` on the stored pairs."""
         now = micro.log_prob.prediction
         if self.config.kl_old_beta == 0 or now is None:

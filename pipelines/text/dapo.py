@@ -37,7 +37,9 @@ class DapoConfig(MethodConfig):
 
     dynamic_sampling: bool = True
     max_tries: int = Field(4, ge=1, description="rollout batches a step may use to fill the batch with live groups")
-    overlong_cache: int | None = Field(None, ge=1, description="tokens before the limit over which the penalty grows; null = none")
+    overlong_cache: int | None = Field(
+        None, ge=1, description="tokens before the limit over which the penalty grows; null = none"
+    )
     overlong_weight: float = Field(1.0, description="factor of the penalty, in units of the reward")
 
 
@@ -107,7 +109,7 @@ def _live(rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState) -> tup
     """Rows of groups whose clean scores differ; groups are whole on their process."""
     total = (rewards.clean or rewards).total()
     failed = (rewards.status == RewardStatus.FAILED).any(1)
-    known, dense = torch.unique(rollouts.group_ids, return_inverse=True)
+    _, dense = torch.unique(rollouts.group_ids, return_inverse=True)
     flat = flat_groups(torch.where(failed, torch.nan, total), dense)
     rows = torch.nonzero(~flat[dense]).flatten()
     return rollouts.select(rows), rewards.select(rows)
@@ -115,7 +117,9 @@ def _live(rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState) -> tup
 
 def dapo_text_tiny() -> RunConfig:
     """DAPO on the tiny LM's arithmetic."""
-    return arithmetic("dapo_text_tiny", "dapo", "DAPO on the tiny LM's arithmetic: clip-higher, dynamic sampling, token mean")
+    return arithmetic(
+        "dapo_text_tiny", "dapo", "DAPO on the tiny LM's arithmetic: clip-higher, dynamic sampling, token mean"
+    )
 
 
 def dapo_qwen2_5_7b() -> RunConfig:

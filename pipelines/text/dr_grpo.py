@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from visual_grpo.config import DataConfig, EvalConfig, ModelConfig, OptimizerConfig, RewardConfig, RunConfig, TrainConfig
+from visual_grpo.config import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RunConfig,
+    TrainConfig,
+)
 from visual_grpo.method import Method, MethodConfig, Needs
 from visual_grpo.pipelines.text.grpo import arithmetic
 
@@ -36,11 +44,15 @@ def dr_grpo_qwen2_5_math_7b() -> RunConfig:
     return RunConfig(
         name="dr_grpo_qwen2_5_math_7b",
         summary="Dr. GRPO on Qwen2.5-Math-7B, the paper's settings",
-        model=ModelConfig(adapter="text_lm", path="Qwen/Qwen2.5-Math-7B", dtype="bfloat16", gradient_checkpointing=True),
+        model=ModelConfig(
+            adapter="text_lm", path="Qwen/Qwen2.5-Math-7B", dtype="bfloat16", gradient_checkpointing=True
+        ),
         method=["dr_grpo"],
         data=DataConfig(source="data/math_lvl3to5_8k.jsonl", answer_column="answer"),
         rewards={"math_verify": RewardConfig()},
         sampling={"max_new_tokens": 3000, "temperature": 1.0},
-        train=TrainConfig(steps=500, prompts_per_step=128, group_size=8, micro_batch=8, optimizer=OptimizerConfig(lr=1e-6)),
+        train=TrainConfig(
+            steps=500, prompts_per_step=128, group_size=8, micro_batch=8, optimizer=OptimizerConfig(lr=1e-6)
+        ),
         eval=EvalConfig(source="data/math500.jsonl", every=20, samples=500, final_samples=500, batch=64),
     )

@@ -53,13 +53,18 @@ def grpo_deepseekmath_7b() -> RunConfig:
         name="grpo_deepseekmath_7b",
         summary="GRPO on DeepSeekMath-Instruct 7B, the paper's settings",
         model=ModelConfig(
-            adapter="text_lm", path="deepseek-ai/deepseek-math-7b-instruct", dtype="bfloat16", gradient_checkpointing=True
+            adapter="text_lm",
+            path="deepseek-ai/deepseek-math-7b-instruct",
+            dtype="bfloat16",
+            gradient_checkpointing=True,
         ),
         method=["grpo"],
         data=DataConfig(source="data/math_train.jsonl", answer_column="answer"),
         rewards={"math_verify": RewardConfig()},
         sampling={"max_new_tokens": 1024, "temperature": 1.0},
         kl=KlConfig(beta=0.04),
-        train=TrainConfig(steps=1000, prompts_per_step=16, group_size=64, micro_batch=8, optimizer=OptimizerConfig(lr=1e-6)),
+        train=TrainConfig(
+            steps=1000, prompts_per_step=16, group_size=64, micro_batch=8, optimizer=OptimizerConfig(lr=1e-6)
+        ),
         eval=EvalConfig(source="data/math_test.jsonl", every=50, samples=500, final_samples=500, batch=64),
     )
