@@ -137,13 +137,65 @@ def recipe_yaml(name: str) -> str:
     return to_yaml(plan(name).config)
 
 
-def evaluate(name: str, **options: Any) -> Any:
-    """Run an evaluation of `visual-grpo list evals` on a folder of images or a model; see `visual_grpo.eval`.
+def evaluate(
+    name: str,
+    *,
+    model: str | None = None,
+    adapter: str | Path | None = None,
+    images: str | Path | None = None,
+    prompts: str | Path | None = None,
+    out: str | Path | None = None,
+    samples: int = 4,
+    seed: int = 42,
+    batch: int = 32,
+    sampling: Mapping[str, Any] | None = None,
+    family: str | None = None,
+    dtype: str = "float32",
+    **options: Any,
+) -> Any:
+    """Run an evaluation of `visual-grpo list evals` on a model or a folder of images.
+
+    Args:
+        name: of the protocol.
+        model: folder, hub id or testbed/NAME to sample from; its samples go to `out`/samples and are kept.
+        adapter: a LoRA to put on the model.
+        images: pictures made already, in place of a model.
+        prompts: prompt file; with a testbed model the default is the testbed's held-out prompts.
+        out: folder of the results; with a model the default is `eval-NAME`.
+        samples, seed, batch, sampling, family, dtype: of sampling, see `visual_grpo.eval.generate`.
+        options: of the protocol.
+
+    Returns:
+        The protocol's summary.
 
     Raises:
         UserError: unknown evaluation or wrong options.
     """
-    from visual_grpo.registry import EVALS
+    import inspect
+
+    from visual_grpo.registry import EVALS, load_object
 
     protocol: Any = EVALS.get(name)
-    return protocol(**options)
+    if model is not None:
+        folder = Path(out if out is not None else f"eval-{name}")
+        if prompts is None and model.startswith("testbed/"):
+            prompts = "testbed/arithmetic" if name == "text" else "testbed/scenes"
+        if prompts is None:
+            raise UserError(f"evaluation {name!r} of a model needs its prompts: --prompts FILE")
+        made = load_object("visual_grpo.eval.generate:generate")(
+            model, out=folder / "samples", prompts=str(prompts), lora=None if adapter is None else Path(adapter),
+            family=family, samples=samples, batch=batch, seed=seed, sampling=sampling, dtype=dtype,
+        )  # fmt: skip
+        out = folder
+        if Path(made).is_file():
+            options["texts"], prompts = made, Path(made).with_name("prompts.jsonl")
+        else:
+            images, prompts = made, None  # the folder holds each prompt's metadata
+    accepted = inspect.signature(protocol).parameters
+    given = {"images": images, "prompts": prompts, "out": out, **options}
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        unknown = sorted(k for k, v in given.items() if k not in accepted and v is not None)
+        if unknown:
+            raise UserError(f"evaluation {name!r} has no option {unknown[0]!r}; it takes {', '.join(sorted(accepted))}")
+        given = {k: v for k, v in given.items() if k in accepted}
+    return protocol(**given)

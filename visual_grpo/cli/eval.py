@@ -27,7 +27,7 @@ def command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            "--prompts", metavar="FILE", exists=True, dir_okay=False, help="Prompts (default: the protocol's)."
+            "--prompts", metavar="FILE", exists=True, dir_okay=False, help="Prompts of a --model, or of a folder without metadata."
         ),
     ] = None,
     out: Annotated[
