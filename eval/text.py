@@ -33,10 +33,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} needs at least {max(k, 1)} samples a problem and k >= 1; there are {samples}")
     if samples - correct < k:
         return 1.0
-    # Exact integers up to one division: factorials as floats overflow, a product of ratios rounds at every factor.
+    # C(n-c, k) / C(n, k) is symmetric in c and k, so the shorter product does; exact integers up to the one division.
+    fewer, more = sorted((correct, k))
     none_right = every = 1
-    for i in range(k):
-        none_right *= samples - correct - i
+    for i in range(fewer):
+        none_right *= samples - more - i
         every *= samples - i
     return (every - none_right) / every
 

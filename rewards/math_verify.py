@@ -101,6 +101,7 @@ class MathVerify(Reward):
     """1 if the answer equals the gold answer mathematically. Details: `timed_out`, 1 where judging was given up (score 0)."""
 
     needs = frozenset({"texts"})
+    rows_per_call = 4  # each may take `limit_s`
 
     def __init__(self, extraction: Extraction = "latex", *, gold_key: str | None = None, limit_s: float = 20.0) -> None:
         """Choose what counts as an answer.

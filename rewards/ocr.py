@@ -85,6 +85,7 @@ class Ocr(Reward):
     """
 
     needs = frozenset({"images"})
+    rows_per_call = 16  # up to 2 seconds an image on a busy CPU
 
     def __init__(
         self,

@@ -273,3 +273,15 @@ class TestTrlFunctions:
         assert as_reward(Scorer())(request()).values.tolist() == [1.0] * 3
         partial = functools.partial(trl_columns, difficulty="hard")
         assert as_reward(partial)(request(metadata=[{"solution": "t"}] * 3)).values.tolist() == [1.0] * 3
+
+
+def test_a_decorated_function_is_a_reward_by_name():
+    import visual_grpo as vg
+    from visual_grpo.scoring import RewardSuite
+
+    @vg.register_reward("tests_redness")
+    def redness(images, prompts, metadata):
+        return images[:, 0].mean((1, 2))
+
+    made = request(2, images=torch.ones(2, 3, 4, 4))
+    assert RewardSuite({"tests_redness": 2.0}).score(made).total().tolist() == [2.0, 2.0]

@@ -102,6 +102,20 @@ class TestCombination:
         assert flaky.sizes == [3, 3, 1]
         assert batch.values[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
+    def test_a_reward_may_ask_for_small_calls_and_the_config_overrides(self):
+        sizes = []
+
+        class Slow(Reward):
+            rows_per_call = 2
+
+            def __call__(self, request):
+                sizes.append(len(request))
+                return [0.0] * len(request)
+
+        one(Slow).score(request())
+        one(Slow, batch_size=3).score(request())
+        assert sizes == [2, 2, 3, 1]
+
     def test_eval_only(self):
         suite = RewardSuite({"a": ids, "b": {"reward": ids, "eval_only": True}})
         assert suite.score(request()).names == ("a",) == suite.names()
