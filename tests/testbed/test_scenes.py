@@ -26,7 +26,8 @@ from visual_grpo.testbed.scenes import (
     split_prompts,
     with_article,
 )
-from visual_grpo.testbed.words import WORDS, all_word_prompts, draw_word, draw_word_prompt, split_word_prompts
+from visual_grpo.testbed.words import WORDS, all_word_prompts, draw_word, draw_word_prompt
+from visual_grpo.testbed.words import split_prompts as split_word_prompts
 
 
 def by_kind(prompts):

@@ -26,7 +26,7 @@ def all_word_prompts() -> list[Metadata]:
     ]
 
 
-def split_word_prompts(heldout: float = 0.3) -> tuple[list[Metadata], list[Metadata]]:
+def split_prompts(heldout: float = 0.3) -> tuple[list[Metadata], list[Metadata]]:
     """Split the word prompts into (train, heldout) by the hash of their text."""
     return split_by_hash(all_word_prompts(), heldout=heldout)
 
