@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from visual_grpo import alarms, grid
+from visual_grpo import grid
 from visual_grpo.errors import UserError
 from visual_grpo.grid import before_after, load_grid, mark_color, save_grid
 
@@ -111,8 +109,3 @@ def test_scores_outside_the_unit_interval_use_their_own_range():
     assert [grid.mark_scale([0.2, None, 0.9])(m) for m in (0.2, 0.9)] == [0.2, 0.9]
     assert [grid.mark_scale([20.0, 22.0, float("nan")])(m) for m in (20.0, 21.0, 22.0)] == [0.0, 0.5, 1.0]
     assert grid.mark_scale([5.0])(5.0) == 0.5
-
-
-@pytest.mark.parametrize("module", [grid, alarms], ids=lambda m: m.__name__)
-def test_examples_of_the_docstrings(module):
-    assert doctest.testmod(module).failed == 0
