@@ -14,7 +14,7 @@ from visual_grpo.config import AlarmConfig
 
 __all__ = ["Alarm", "Alarms"]
 
-_REPEAT = 10  # a condition that lasts is told again after so many steps, not at every step
+_REPEAT = 10  # a condition that lasts, or comes and goes, is told again after so many steps, not at every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Alarms:
     def __init__(self, config: AlarmConfig) -> None:
         self.config = config
         self._lasting: dict[str, int] = {}
+        self._told: dict[str, int] = {}  # step of the last warning
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """The alarms of this step, those that stop the run first."""
@@ -49,10 +50,12 @@ class Alarms:
         alarms = []
         for name, message in found.items():
             action = getattr(self.config, name)
-            lasting = self._lasting[name]
             first = self.config.flat_groups_steps if name == "flat_groups" else 1
-            if action == "off" or lasting < first or (action == "warn" and (lasting - first) % _REPEAT):
+            if action == "off" or self._lasting[name] < first:
                 continue
+            if action == "warn" and step < self._told.get(name, -_REPEAT) + _REPEAT:
+                continue
+            self._told[name] = step
             alarms.append(Alarm(name=name, step=step, message=f"step {step}: {message}", action=action))
         return sorted(alarms, key=lambda alarm: alarm.action != "stop")
 
@@ -100,9 +103,9 @@ class Alarms:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """How long each condition has lasted, for the checkpoint."""
-        return {"lasting": dict(self._lasting)}
+        """How long each condition has lasted and when it was told, for the checkpoint."""
+        return {"lasting": dict(self._lasting), "told": dict(self._told)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a checkpoint."""
-        self._lasting = {str(k): int(v) for k, v in state["lasting"].items()}
+        self._lasting, self._told = ({str(k): int(v) for k, v in state[part].items()} for part in ("lasting", "told"))

@@ -56,6 +56,12 @@ def test_lasting_condition_is_told_every_ten_steps():
     assert told == [1, 11, 21, 31]
 
 
+def test_condition_that_comes_and_goes_is_not_told_each_time():
+    alarms = Alarms(AlarmConfig())
+    told = [step for step in range(1, 23) if alarms.check(step, {**HEALTHY, "grad_norm": float(step % 2)})]
+    assert told == [2, 12, 22]
+
+
 def test_state_goes_through_a_checkpoint():
     flat = {**HEALTHY, "flat_groups": 1.0}
     first, second = Alarms(AlarmConfig(flat_groups_steps=2)), Alarms(AlarmConfig(flat_groups_steps=2))
@@ -63,6 +69,9 @@ def test_state_goes_through_a_checkpoint():
     second.load_state_dict(first.state_dict())
     (alarm,) = second.check(2, flat)
     assert "for 2 steps all groups" in alarm.message
+    third = Alarms(AlarmConfig(flat_groups_steps=2))
+    third.load_state_dict(second.state_dict())
+    assert third.check(3, flat) == []
 
 
 def test_those_that_stop_come_first():
