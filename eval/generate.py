@@ -43,10 +43,14 @@ def guess_family(path: str) -> str:
         raise UserError(f"no adapter is known for the pipeline class {kind!r} of {path!r}; give family=NAME")
     if "stable-diffusion-3" in path:
         return "sd3"
-    raise UserError(f"cannot tell the family of model {path!r}; check the path, or give family=NAME (visual-grpo list models)")
+    raise UserError(
+        f"cannot tell the family of model {path!r}; check the path, or give family=NAME (visual-grpo list models)"
+    )
 
 
-def load_generator(path: str, lora: Path | None, family: str | None, sampling: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
+def load_generator(
+    path: str, lora: Path | None, family: str | None, sampling: Mapping[str, Any], dtype: str
+) -> tuple[Any, Any]:
     """(adapter with its LoRA applied, sampling options)."""
     name = family or guess_family(path)
     kind: Any = ADAPTERS.get(name)
@@ -63,7 +67,9 @@ def load_generator(path: str, lora: Path | None, family: str | None, sampling: M
 
                 PeftModel.from_pretrained(adapter.trainable_module, str(lora))
         except Exception as error:
-            raise UserError(f"cannot put the LoRA {str(lora)!r} on {path!r}: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"cannot put the LoRA {str(lora)!r} on {path!r}: {type(error).__name__}: {error}"
+            ) from error
     return adapter, options
 
 
@@ -111,7 +117,14 @@ def generate(
 
 
 def _images(
-    adapter: Any, rows: list[PromptRow], everything: PromptBatch, options: Any, out: Path, samples: int, batch: int, seed: int
+    adapter: Any,
+    rows: list[PromptRow],
+    everything: PromptBatch,
+    options: Any,
+    out: Path,
+    samples: int,
+    batch: int,
+    seed: int,
 ) -> None:
     from rich.progress import track
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from visual_grpo.config import TrainConfig
 from visual_grpo.errors import UserError
-from visual_grpo.method import Needs, seeded_generator
+from visual_grpo.method import Needs
+from visual_grpo.seeding import seeded_generator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,10 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """One reward of the weighted sum."""
 
+    reward: str | None = Field(None, description="name or package.module:Name; null = the key")
     weight: float = 1.0
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward's constructor")
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(120.0, description="of one call; null = none")
     retries: Annotated[int, Field(ge=0)] = 2
     on_failed: Literal["drop", "stop"] = "drop"
     eval_only: bool = False

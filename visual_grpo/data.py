@@ -14,13 +14,13 @@ from torch import Tensor
 from visual_grpo.config import DataConfig
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError, did_you_mean
-from visual_grpo.method import seeded_generator
 from visual_grpo.registry import load_object
+from visual_grpo.seeding import seeded_generator
 from visual_grpo.types import PromptBatch
 
 TESTBED = {
     "scenes": "visual_grpo.testbed.scenes:split_prompts",
-    "words": "visual_grpo.testbed.words:split_prompts",
+    "words": "visual_grpo.testbed.words:split_word_prompts",
     "arithmetic": "visual_grpo.testbed.arithmetic:split_prompts",
 }
 """Worlds that need no file: functions that give (train, held-out) lists of metadata with a `prompt`."""

@@ -66,7 +66,7 @@ def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopStat
     everything = torch.arange(rows.rollouts.num_units, device=rows.weights.device)
     limit = state.config.train.units_per_pass or max(len(everything), 1)
     chunks = list(everything.split(limit))
-    coefficients = stack.aggregate(rows.rollouts.unit_mask.float(), totals, rows.rollouts, state)
+    coefficients = stack.aggregate(rows.rollouts.unit_mask.double(), totals, rows.rollouts, state)
     if len(chunks) > 1 and couples_units(stack, state):
         yield from _coupled_passes(stack, rows, coefficients, everything, chunks, state)
         return

@@ -23,6 +23,7 @@ from visual_grpo.aggregation import Totals, aggregation_coefficients
 from visual_grpo.config import RunConfig, validate
 from visual_grpo.errors import UserError
 from visual_grpo.objectives import Metrics, cispo_surrogate, clipped_surrogate, sapo_surrogate, vespo_surrogate
+from visual_grpo.seeding import seeded_generator
 from visual_grpo.types import MicroBatch, PromptBatch, RewardBatch, RolloutBatch
 
 if TYPE_CHECKING:
@@ -97,14 +98,6 @@ class LoopState:
 
 def _no_service(name: str) -> Any:
     raise RuntimeError(f"state.{name} is only available inside the loop")
-
-
-def seeded_generator(*key: int) -> torch.Generator:
-    """A CPU generator seeded by a stable hash of integers."""
-    import hashlib
-
-    digest = hashlib.sha256(",".join(map(str, key)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 C = TypeVar("C", bound=MethodConfig)
@@ -186,7 +179,7 @@ class Method(Generic[C]):
             eps=options.eps,
             single_group=options.single_group,
         )
-        return state.ranks.mine(everywhere, len(total)).float()
+        return state.ranks.mine(everywhere, len(total))
 
     def adjust_advantages(
         self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState

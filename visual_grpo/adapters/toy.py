@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from visual_grpo.adapters.protocol import MemoryPlan, PolicyAdapter, SamplingConfig
 from visual_grpo.config import ModelConfig
-from visual_grpo.method import seeded_generator
+from visual_grpo.seeding import seeded_generator
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch
 
 CONTEXTS = 64

@@ -1,4 +1,4 @@
-"""`visual-grpo eval`: a published protocol over a model or a folder of images."""
+"""`visual-grpo eval`: a published protocol over a model, a folder of images or a file of completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            "--prompts", metavar="FILE", exists=True, dir_okay=False, help="Prompts of a --model, or of a folder without metadata."
+            "--prompts",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Prompts of a --model or a bare folder.",
         ),
     ] = None,
     out: Annotated[
@@ -35,19 +39,28 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a model (--model) or a folder of images (--images) under a published protocol."""
+    """Evaluate a model (--model), or images or texts that exist already, under a published protocol."""
     from visual_grpo.cli.output import as_mapping, print_json, print_mapping
     from visual_grpo.config import parse_overrides
     from visual_grpo.errors import UserError
     from visual_grpo.registry import EVALS
 
     EVALS.target(name)  # an unknown name is refused before anything is loaded
-    if (model is None) == (images is None):
-        given = "neither" if model is None else "both"
-        raise UserError(f"visual-grpo eval needs either --model PATH or --images DIR; {given} was given.")
+    sources = {"--model": model, "--images": images, "--texts": texts}
+    given = [option for option, value in sources.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(
+            f"visual-grpo eval needs one of --model PATH, --images DIR and --texts FILE; "
+            f"{' and '.join(given) or 'none'} was given."
+        )
     if adapter is not None and model is None:
-        raise UserError("--adapter is a LoRA for --model; with --images there is no model to put it on.")
+        raise UserError(f"--adapter is a LoRA for --model; with {given[0]} there is no model to put it on.")
     extra = parse_overrides(options or [])
+    taken = sorted({"model", "adapter", "images", "texts", "prompts", "out"} & set(extra))
+    if taken:
+        raise UserError(f"give {taken[0]} as the option --{taken[0]}, not as {taken[0]}=...")
+    if texts is not None:
+        extra["texts"] = texts
 
     from visual_grpo.api import evaluate
 
