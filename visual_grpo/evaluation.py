@@ -73,7 +73,7 @@ def evaluate_policy(
     mine = share_of(ranks, evaluation_batch(prompts, samples))
     rows: list[dict[str, Any]] = []
     kept: list[Tensor] = []
-    for index in torch.arange(len(mine)).split(batch):
+    for index in torch.arange(len(mine)).split(batch) if len(mine) else ():
         rollouts = policy.sample(mine.select(index), seed=seed, sampling=sampling)
         scores = suite.score(reward_request(rollouts), evaluation=True)
         rows += [_row(rollouts, scores, i) for i in range(len(index))]

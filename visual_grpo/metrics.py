@@ -66,7 +66,7 @@ def _mean(values: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def reward_figures(rewards: RewardBatch, rollouts: RolloutBatch) -> dict[str, tuple[Tensor, Tensor]]:
     """Means of the clean scores, each part on the rows it applies to; failed rows, lengths, truncation."""
-    clean = rewards.clean or rewards
+    clean = rewards if rewards.clean is None else rewards.clean
     total = clean.total()
     out = {"reward/total": _mean(total)}
     if rewards.clean is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -38,14 +39,23 @@ class Check:
 
 
 def self_test(
-    stack: MethodStack, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState, *, lr: float
+    stack: MethodStack, rows: RolloutBatch, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState, *, lr: float
 ) -> list[Check]:
     """Run all checks on the first rollout batch; the caller prints them and stops on `failed`.
 
-    Weights and gradients are bit-identical afterwards and no random state is used.
+    Weights, gradients and the methods' states are bit-identical afterwards and no random state is used.
+
+    Args:
+        stack: of the run.
+        rows: what would be trained; replayed.
+        rollouts: the whole batch as it was scored.
+        rewards: of `rollouts`.
+        state: of the loop.
+        lr: of the trial step.
     """
-    rows = torch.arange(min(len(rollouts), state.config.train.micro_batch))
-    probe = rollouts.select(rows).to(state.policy.device)
+    few = torch.arange(min(len(rows), state.config.train.micro_batch))
+    probe = rows.select(few).to(state.policy.device)
+    methods = copy.deepcopy(stack.state_dict())
     checks = [
         Check(name="trainable parameters", status="ok", detail=f"{state.policy.num_trainable:,}"),
         _ratio(probe, state),
@@ -57,6 +67,7 @@ def self_test(
         checks.append(_sampler_follows(probe, state, lr))
     for parameter in state.policy.trainable.values():
         parameter.grad = None
+    stack.load_state_dict(methods)
     return checks
 
 

@@ -122,11 +122,11 @@ class Trainer:
         with self.watchdog.phase("rollout"):
             rollouts, rewards = self.collect(self._draw())
         with self.watchdog.phase("score"):
-            rewards = self.stack.shaped(rewards, rollouts, self.state)
-            rollouts, rewards = self.stack.after_score(rollouts, rewards, self.state)
+            scored = rollouts, self.stack.shaped(rewards, rollouts, self.state)
+            rollouts, rewards = self.stack.after_score(*scored, self.state)
         if not self.tested:
             with self.watchdog.phase("self-test"):
-                self._self_test(rollouts, rewards)
+                self._self_test(rollouts if len(rollouts) else scored[0], *scored)
         stats = Stats()
         stats.update(reward_figures(rewards, rollouts))
         rows, advantages = self.prepare(rollouts, rewards, stats)
@@ -242,7 +242,7 @@ class Trainer:
         counts = torch.tensor([len(rows), int(rows.rollouts.unit_mask.sum()), len(micros)], dtype=torch.float64)
         totals = self.ranks.sum(counts)
         if totals[1] == 0:
-            stats.set("grad_norm", 0.0)
+            stats.update({"grad_norm": (torch.tensor(0.0), torch.tensor(1.0))})
             return
         none, one = torch.tensor(0.0), torch.tensor(1.0 / self.ranks.world)
         divisors = Totals(rows=float(totals[0]), units=float(totals[1]), micro_batches=float(totals[2]))
@@ -265,8 +265,9 @@ class Trainer:
 
     # -- before, between, after -------------------------------------------------------------------------------------------------
 
-    def _self_test(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
-        checks = self_test(self.stack, rollouts, rewards, self.state, lr=self.config.train.optimizer.lr)
+    def _self_test(self, rows: RolloutBatch, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
+        """`rows` of the batch are replayed; all `rollouts` and their rewards are as sampled, before groups were dropped."""
+        checks = self_test(self.stack, rows, rollouts, rewards, self.state, lr=self.config.train.optimizer.lr)
         self.writer.self_test(checks)
         require(checks)
         self.tested = True

@@ -257,7 +257,7 @@ class RewardBatch:
             details=details,
             clean=None
             if any(p.clean is None for p in parts)
-            else RewardBatch.concat([p.clean for p in parts if p.clean]),
+            else RewardBatch.concat([p.clean for p in parts if p.clean is not None]),
         )
 
 

@@ -107,7 +107,7 @@ def _groups(rollouts: RolloutBatch, state: LoopState) -> Tensor:
 
 def _live(rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState) -> tuple[RolloutBatch, RewardBatch]:
     """Rows of groups whose clean scores differ; groups are whole on their process."""
-    total = (rewards.clean or rewards).total()
+    total = (rewards if rewards.clean is None else rewards.clean).total()
     failed = (rewards.status == RewardStatus.FAILED).any(1)
     _, dense = torch.unique(rollouts.group_ids, return_inverse=True)
     flat = flat_groups(torch.where(failed, torch.nan, total), dense)

@@ -137,47 +137,37 @@ def test_non_finite_values_become_null_and_are_named(tmp_path):
     assert read["non_finite"] == ["list.1", "metrics.kl", "metrics.loss"]
 
 
-def test_truncate_drops_later_records_and_a_torn_line(tmp_path):
+def test_cut_goes_back_to_the_checkpoint(tmp_path):
     folder = create(tmp_path)
+    folder.cut_metrics(0)
     for step in range(1, 6):
         folder.append_metrics(train(step, loss=float("nan") if step == 2 else 1 / step))
+        if step == 3:
+            size = folder.metrics_size
     before = folder.metrics.read_bytes()
     folder.metrics.write_bytes(before + b'{"kind": "train", "st')
     assert len(read_metrics(folder.path)) == 5
-    assert folder.truncate_metrics(3) == 2
+    folder.cut_metrics(size)
     assert [r["step"] for r in folder.read_metrics("train")] == [1, 2, 3]
     for step in (4, 5):
         folder.append_metrics(train(step, loss=1 / step))
     assert folder.metrics.read_bytes() == before
+    with pytest.raises(UserError, match="fewer records than at the last checkpoint"):
+        folder.cut_metrics(len(before) + 1)
 
 
-def test_drop_removes_one_kind_at_one_step(tmp_path):
+def test_discard_leaves_what_the_user_has_there(tmp_path):
     folder = create(tmp_path)
-    for record in (train(1), {"kind": "eval", "step": 1}, train(2), {"kind": "eval", "step": 2}):
-        folder.append_metrics(record)
-    assert folder.drop_metrics("eval", 2) == 1
-    assert [(r["kind"], r["step"]) for r in folder.read_metrics()] == [("train", 1), ("eval", 1), ("train", 2)]
-    assert folder.truncate_metrics(-1) == 3
-    assert folder.read_metrics() == []
-
-
-def test_truncate_removes_only_the_torn_line(tmp_path):
-    folder = create(tmp_path)
-    assert folder.truncate_metrics(3) == 0
-    folder.append_metrics(train(1))
-    before = folder.metrics.read_bytes()
-    folder.metrics.write_bytes(before + b"{")
-    assert folder.truncate_metrics(1) == 0
-    assert folder.metrics.read_bytes() == before
-
-
-def test_complete_last_record_without_line_end_gets_one(tmp_path):
+    folder.discard()
+    assert not folder.path.exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    create(tmp_path, out=tmp_path / "mine").discard()
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     folder = create(tmp_path)
     folder.append_metrics(train(1))
-    whole = folder.metrics.read_bytes()
-    folder.metrics.write_bytes(whole[:-1])
-    folder.truncate_metrics(1)
-    assert folder.metrics.read_bytes() == whole
+    folder.discard()
+    assert folder.metrics.is_file()
 
 
 def test_broken_line_in_the_middle_is_an_error(tmp_path):
