@@ -16,6 +16,7 @@ from visual_grpo.config import DataConfig, ModelConfig, validate
 from visual_grpo.data import PromptRow, load_prompts, prompt_batch
 from visual_grpo.errors import UserError
 from visual_grpo.eval.images import write_samples
+from visual_grpo.policy import apply_lora
 from visual_grpo.registry import ADAPTERS
 from visual_grpo.types import PromptBatch
 
@@ -59,17 +60,7 @@ def load_generator(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     adapter = kind.load(config, device=device, sampling=options)
     if lora is not None:
-        try:
-            if kind.library == "diffusers":
-                adapter.pipeline.load_lora_weights(str(lora))
-            else:
-                from peft import PeftModel
-
-                PeftModel.from_pretrained(adapter.trainable_module, str(lora))
-        except Exception as error:
-            raise UserError(
-                f"cannot put the LoRA {str(lora)!r} on {path!r}: {type(error).__name__}: {error}"
-            ) from error
+        apply_lora(adapter, lora)
     return adapter, options
 
 

@@ -19,8 +19,8 @@ from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.objectives import Metrics
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch
 
-RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 41)), torch.tensor([torch.inf])])
-"""Edges of the histogram of ratios: fine around 1, open at both ends."""
+RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 42)), torch.tensor([1e9])])
+"""Edges of the histogram of ratios: fine around 1, which lies in the middle of a bin, and open at both ends."""
 
 
 @dataclass(kw_only=True)

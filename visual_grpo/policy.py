@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,23 @@ def inject_lora(module: nn.Module, lora: LoraConfig, default_targets: tuple[str,
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
     )
     return inject_adapter_in_model(config, module, "default")
+
+
+def apply_lora(adapter: PolicyAdapter, path: Path) -> None:
+    """Put an exported LoRA on a loaded model, to sample from it.
+
+    Raises:
+        UserError: `path` holds no LoRA for this model.
+    """
+    try:
+        if adapter.library == "diffusers":
+            adapter.pipeline.load_lora_weights(str(path))  # type: ignore[attr-defined]
+            return
+        from peft import PeftModel
+
+        PeftModel.from_pretrained(adapter.trainable_module, str(path))
+    except Exception as error:
+        raise UserError(f"cannot put the LoRA {str(path)!r} on this model: {type(error).__name__}: {error}") from error
 
 
 def choose_trainable(module: nn.Module, config: ModelConfig) -> dict[str, nn.Parameter]:

@@ -182,6 +182,7 @@ class Trainer:
         parts, scores = [], []
         overlap = len(chunks) > 1 and not self.stack.provides("score")
         for index in chunks:
+            self.watchdog.beat()
             rollouts = self._generate(prompts.select(index))
             parts.append(rollouts)
             scores.append(self.suite.submit(reward_request(rollouts)) if overlap else self._score(rollouts))

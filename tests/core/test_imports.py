@@ -35,13 +35,20 @@ PURE = LAYERS[0] | LAYERS[1]
 OUTER = ("visual_grpo.rewards", "visual_grpo.pipelines", "visual_grpo.eval")
 # Libraries that are slow to import or not always needed, and who may know them. They are imported when an object is built
 # and never with a module; the testbed's builders, which nothing imports but a build, are the exception. A checkpoint is
-# written in the format of the plain library, by that library.
+# written in the format of the plain library by that library, an evaluation reads a foreign LoRA with it, and a benchmark
+# runs rivals.
+OWNERS = ("visual_grpo.adapters", "visual_grpo.rewards", "visual_grpo.testbed", "visual_grpo.eval.benchmarks")
 HEAVY = {
-    "diffusers": ("visual_grpo.adapters", "visual_grpo.rewards", "visual_grpo.testbed", "visual_grpo.checkpoint"),
-    "transformers": ("visual_grpo.adapters", "visual_grpo.rewards", "visual_grpo.testbed"),
-    "open_clip": ("visual_grpo.adapters", "visual_grpo.rewards"),
-    "timm": ("visual_grpo.adapters", "visual_grpo.rewards"),
-    "peft": ("visual_grpo.policy", "visual_grpo.checkpoint"),
+    "diffusers": (*OWNERS, "visual_grpo.checkpoint"),
+    "transformers": OWNERS,
+    "open_clip": OWNERS,
+    "timm": OWNERS,
+    "peft": (
+        "visual_grpo.policy",
+        "visual_grpo.checkpoint",
+        "visual_grpo.eval.generate",
+        "visual_grpo.eval.benchmarks",
+    ),
 }
 
 

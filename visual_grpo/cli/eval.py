@@ -24,6 +24,10 @@ def command(
         Path | None,
         typer.Option("--images", metavar="DIR", exists=True, file_okay=False, help="Images made already."),
     ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option("--texts", metavar="FILE", exists=True, dir_okay=False, help="Completions made already (.jsonl)."),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
