@@ -189,6 +189,9 @@ def test_eval_hands_on_its_arguments_and_prints_json(
     ):
         assert main(["eval", "toy_eval", *wrong]) == 2
     assert len(api.calls) == 2
+    (tmp_path / "texts.jsonl").write_text('{"text": "x"}\n')
+    assert main(["eval", "toy_eval", "--texts", str(tmp_path / "texts.jsonl")]) == 0
+    assert api.calls[2][1]["texts"] == tmp_path / "texts.jsonl"
 
 
 def test_module_entry_of_the_evaluations() -> None:

@@ -107,6 +107,13 @@ def test_counts_that_do_not_divide_are_refused(world: Path) -> None:
         text_samples(world / "prompts.txt", world / "three.txt")
 
 
+def test_names_with_numbers_are_in_the_order_of_the_numbers(world: Path) -> None:
+    for file in (world / "images").iterdir():
+        file.rename(file.with_name(f"{int(file.stem) + 8}.png"))  # 8, 9, 10, 11
+    samples = image_samples(world / "images", world / "prompts.txt")
+    assert [sample.image.stem for sample in samples if sample.image] == ["8", "9", "10", "11"]
+
+
 def test_a_column_names_the_image(world: Path) -> None:
     (world / "rows.jsonl").write_text(
         '{"prompt": "a", "image": "002.png", "tag": "x"}\n{"prompt": "b", "image": "000.png"}\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,16 @@ def read_texts(path: Path) -> list[str]:
     return lines
 
 
+def natural_order(path: Path) -> list[tuple[int, int | str]]:
+    """Return a key that sorts numbers in names by value.
+
+    >>> sorted(map(Path, ["10.png", "2.png", "a/1.png"]), key=natural_order)[0].name
+    '2.png'
+    """
+    parts = re.split(r"(\d+)", path.as_posix())
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+
+
 def _per_prompt(count: int, prompts: int, what: str) -> int:
     """Return how many samples each prompt has."""
     if count % prompts:
@@ -70,7 +81,7 @@ def _per_prompt(count: int, prompts: int, what: str) -> int:
 
 
 def image_samples(folder: Path, prompts_file: Path) -> list[Sample]:
-    """Pair the images of a folder (any depth, by sorted path) with the prompts.
+    """Pair the images of a folder (any depth, by path, `2.png` before `10.png`) with the prompts.
 
     A prompt row with a column `image` or `file_name` names its file; otherwise the images are taken in order, the same
     number for each prompt.
@@ -83,7 +94,8 @@ def image_samples(folder: Path, prompts_file: Path) -> list[Sample]:
             if not file.is_file():
                 raise UserError(f"{prompts_file} names the image {str(file)!r}, which does not exist.")
     else:
-        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+        found = [p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
+        files = sorted(found, key=lambda path: natural_order(path.relative_to(folder)))
         if not files:
             raise UserError(f"{str(folder)!r} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))}).")
     share = _per_prompt(len(files), len(prompts), "images")
