@@ -12,7 +12,7 @@ def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name of `visual-grpo list evals`.")],
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Options of the protocol, e.g. samples=4 seed=1."),
+        typer.Argument(metavar="key=value ...", help="Options of the protocol, e.g. samples=4 seed=1."),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="PATH", help="Model folder, hub id or testbed/NAME to sample from.")

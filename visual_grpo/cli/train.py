@@ -16,7 +16,7 @@ def command(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[key=value ...]", help="Settings to change, e.g. train.steps=20 train.optimizer.lr=1e-5."
+            metavar="key=value ...", help="Settings to change, e.g. train.steps=20 train.optimizer.lr=1e-5."
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
