@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,11 @@ class Plan:
     stack: Any
     sampling: Any
     eval_sampling: Any
+
+    @property
+    def media(self) -> str:
+        """What the adapter makes: `texts` or `images`."""
+        return "texts" if self.adapter_class.kind == "autoregressive" else "images"
 
 
 def read_config(source: str | Path | RunConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -50,8 +56,10 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     Raises:
         UserError: anything that does not fit, in one message.
     """
+    from visual_grpo.batching import check_geometry
     from visual_grpo.method import MethodStack, method_class, named_methods
     from visual_grpo.registry import ADAPTERS
+    from visual_grpo.tracking import check_trackers
 
     raw = merge(read_config(source), _nested(overrides))
     draft: RunConfig = validate(RunConfig, raw)
@@ -72,7 +80,18 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
     for check in stack.methods.values():
         check.check(config, sampling)
+    check_geometry(config.train, int(os.environ.get("WORLD_SIZE", "1")), needs)
+    check_rewards(config)
+    check_trackers(config.track)
     return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
+
+
+def check_rewards(config: RunConfig) -> None:
+    """Refuse a run without a reward to train on; the names are looked up when the suite is built, before the model."""
+    if all(reward.eval_only for reward in config.rewards.values()):
+        raise UserError(
+            "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
+        )
 
 
 def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:

@@ -36,13 +36,11 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
             f"{config.data.source!r}; use {len(train_prompts)} or fewer"
         )
     check_disjoint(train_prompts, eval_prompts, config)
-    suite = RewardSuite({k: v.model_dump() for k, v in config.rewards.items()}, device=ranks.device)
-    media = "texts" if plan.adapter_class.kind == "autoregressive" else "images"
-    suite.check_media([media], model=f"adapter {config.model.adapter!r}")
+    suite = build_suite(plan, ranks.device)
     torch.manual_seed(config.train.seed)
     adapter = plan.adapter_class.load(config.model, device=ranks.device, sampling=plan.sampling)
     policy = Policy(adapter, config.model, seed=config.train.seed)
-    writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if media == "texts" else "images")
+    writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if plan.media == "texts" else "images")
     return Trainer(
         config,
         policy=policy,
@@ -55,6 +53,17 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
         ranks=ranks,
         writer=writer,
     )
+
+
+def build_suite(plan: Plan, device: torch.device) -> RewardSuite:
+    """The rewards, without their engines.
+
+    Raises:
+        UserError: a parameter that is wrong, or a reward that reads what the model does not make.
+    """
+    suite = RewardSuite({k: v.model_dump() for k, v in plan.config.rewards.items()}, device=device)
+    suite.check_media([plan.media], model=f"adapter {plan.config.model.adapter!r}")
+    return suite
 
 
 def eval_data(plan: Plan) -> DataConfig:

@@ -12,17 +12,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from visual_grpo.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Section(BaseModel):
     """Base of every configuration section."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `on` and `yes` as True, which pydantic would take for 1."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError("a truth value stands where something else is meant")
+        return value
 
 
 class LoraConfig(Section):
@@ -133,7 +143,7 @@ class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -160,7 +170,7 @@ class TrainConfig(Section):
     units_per_pass: Positive | None = Field(None, description="units replayed in one pass; null = all")
     rollout_batch: Positive | None = Field(None, description="rows sampled at once; null = all of the process")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop after this training time")
-    seed: int = 0
+    seed: Seed = 0
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
 
@@ -175,7 +185,7 @@ class EvalConfig(Section):
     final_samples: Positive = Field(480, description="samples before the first and after the last step")
     batch: Positive = 120
     sampling: dict[str, Any] = Field(default_factory=dict, description="overrides of `sampling` in evaluations")
-    seed: int = 1234
+    seed: Seed = 1234
     grid: Annotated[int, Field(ge=0)] = Field(24, description="samples kept as a picture grid or text page")
 
 

@@ -73,7 +73,10 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         from datasets import load_dataset
 
-        return list(load_dataset("parquet", data_files=str(path), split="train"))
+        try:
+            return list(load_dataset("parquet", data_files=str(path), split="train"))
+        except Exception as error:  # each reader has errors of its own
+            raise UserError(f"cannot read prompt file {str(path)!r} as parquet: {type(error).__name__}") from None
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

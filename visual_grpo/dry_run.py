@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from visual_grpo.api import Plan
 from visual_grpo.batching import check_geometry
+from visual_grpo.build import build_suite
 from visual_grpo.config import to_yaml
 from visual_grpo.policy import choose_trainable, inject_lora
 
@@ -20,6 +23,7 @@ def print_dry_run(plan: Plan) -> None:
     from rich.table import Table
 
     config = plan.config
+    build_suite(plan, torch.device("cpu")).close()
     console = Console()
     module = plan.adapter_class.load_meta(config.model)
     total = sum(p.numel() for p in module.parameters())

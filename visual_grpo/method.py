@@ -50,7 +50,7 @@ CHAINED = (
 class MethodConfig(BaseModel):
     """Base of a method's own options. Unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)

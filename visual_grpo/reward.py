@@ -329,7 +329,9 @@ def _construct(cls: type, options: dict[str, Any], label: str) -> Any:
     _check_params(cls, options, label)
     try:
         return cls(**options)
-    except TypeError as error:
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
         raise UserError(f"reward {label!r} cannot be built with params {options}: {error}.") from error
 
 

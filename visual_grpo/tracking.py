@@ -11,7 +11,7 @@ from visual_grpo.config import TrackConfig
 from visual_grpo.errors import UserError
 from visual_grpo.run_folder import RunFolder
 
-__all__ = ["Tracker", "flat_metrics"]
+__all__ = ["Tracker", "check_trackers", "flat_metrics"]
 
 # tracker -> modules of which one must be there, and what installs it
 _PACKAGES = {
@@ -43,10 +43,7 @@ class Tracker:
     def __init__(self, config: TrackConfig, folder: RunFolder, settings: Mapping[str, Any] | None = None) -> None:
         self._trackers: list[Any] = []
         names = list(dict.fromkeys(config.trackers))
-        for name in names:
-            modules, package = _PACKAGES[name]
-            if not any(importlib.util.find_spec(module) for module in modules):
-                raise UserError(f'track.trackers: {name} is not installed; run: pip install "{package}"')
+        check_trackers(config)
         for name in names:
             try:
                 self._trackers.append(_start(name, config, folder))
@@ -74,6 +71,14 @@ class Tracker:
             # accelerate writes tensorboard's settings as a second experiment beside the run: the run folder has config.yaml
             if tracker.name != "tensorboard":
                 tracker.store_init_configuration(dict(settings))
+
+
+def check_trackers(config: TrackConfig) -> None:
+    """Raise `UserError` where the package of a tracker is missing; starts none."""
+    for name in config.trackers:
+        modules, package = _PACKAGES[name]
+        if not any(importlib.util.find_spec(module) for module in modules):
+            raise UserError(f'track.trackers: {name} is not installed; run: pip install "{package}"')
 
 
 def flat_metrics(record: Mapping[str, Any]) -> dict[str, float]:

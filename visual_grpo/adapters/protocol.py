@@ -23,7 +23,7 @@ Kind = Literal["diffusion", "autoregressive", "next_scale"]
 class SamplingConfig(BaseModel):
     """Base of each family's sampling options (`sampling:` in a config). Unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(kw_only=True)
