@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_grpo.config import RunConfig, load_yaml, merge, parse_overrides, resolve, to_yaml, validate
+from visual_grpo.config import RunConfig, merge, resolve, to_yaml, validate
+from visual_grpo.config_text import load_yaml, parse_overrides
 from visual_grpo.errors import UserError
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Evaluate a model (--model), or images or texts that exist already, under a published protocol."""
     from visual_grpo.cli.output import as_mapping, print_json, print_mapping
-    from visual_grpo.config import parse_overrides
+    from visual_grpo.config_text import parse_overrides
     from visual_grpo.errors import UserError
     from visual_grpo.registry import EVALS
 

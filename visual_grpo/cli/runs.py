@@ -78,7 +78,7 @@ def read_run(folder: Path) -> Run:
     for name in ("config.yaml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise UserError(f"{str(folder)!r} is not a run folder: it has no {name}.")
-    from visual_grpo.config import load_yaml
+    from visual_grpo.config_text import load_yaml
     from visual_grpo.run_folder import read_metrics
 
     settings = dict(_flat(load_yaml(folder / "config.yaml"), "."))

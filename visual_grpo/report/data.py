@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from visual_grpo.config import load_yaml
+from visual_grpo.config_text import load_yaml
 from visual_grpo.errors import UserError
 from visual_grpo.grid import Grid, load_grid
 from visual_grpo.report.stats import Paired, Sample, mean_of_tags, paired
