@@ -33,6 +33,8 @@ class Ranks:
         if self.world > 1 and not dist.is_initialized():
             # Figures, rows and messages go between CPUs; only gradients go between accelerators.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(self.device)  # random states and NCCL go by the present device
             self.store, rank, _ = next(dist.rendezvous("env://"))
             dist.init_process_group(
                 backend, store=dist.PrefixStore("group", self.store), rank=rank, world_size=self.world
