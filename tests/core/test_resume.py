@@ -184,9 +184,10 @@ def test_the_command_line_resumes(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    assert process.wait() == KILLED
     again = [*command, "--resume"]
     done = subprocess.run(again, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
