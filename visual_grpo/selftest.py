@@ -21,6 +21,10 @@ TOLERANCE = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 1e-1, "float16": 3e-2
 """How far a ratio may lie from 1 before the first update, by the dtype of the frozen weights."""
 
 
+PROBE_ROWS = 16
+"""Rows that are replayed: enough to see a fault, few enough not to be felt."""
+
+
 class SelfTestError(RunError):
     """The run could not have learned; nothing was trained."""
 

@@ -168,7 +168,8 @@ class Trainer:
         def rewards(rows: RolloutBatch) -> RewardBatch:
             return self.suite.score(reward_request(rows))
 
-        return self.stack.score(rollouts, rewards, self.state)
+        with self.watchdog.phase("score"):
+            return self.stack.score(rollouts, rewards, self.state)
 
     def _shaped_score(self, rollouts: RolloutBatch) -> RewardBatch:
         return self.stack.shaped(self._score(rollouts), rollouts, self.state)
