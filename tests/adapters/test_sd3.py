@@ -345,6 +345,10 @@ def test_the_packaged_model(contract: Any, guidance: float) -> None:
     own = SD3Adapter.load(config, device=torch.device("cpu"), sampling=options)
     rows = contract.prompts_of(["a photo of a red circle", "a photo of two blue squares"])
     contract.check_adapter(own, rows, options, trained="attn.to_q")
+    exact = SD3Adapter.load(
+        config.model_copy(update={"dtype": "float64"}), device=torch.device("cpu"), sampling=options
+    )
+    contract.check_rows_stand_alone(exact, rows, options, 1e-12)
     assert resolve_model_path("testbed/sd3_tiny", marker="model_index.json") == str(packaged_folder("sd3_tiny"))
     assert sum(p.numel() for p in own.trainable_module.parameters()) == sum(
         p.numel() for p in SD3Adapter.load_meta(config).parameters()

@@ -1,0 +1,258 @@
+"""The sides of the benchmark text_step_vs_trl: the toolkit's trainer, TRL's trainer, and the bare model calls of a step."""
+
+from __future__ import annotations
+
+import inspect
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS, GROUP, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 64, 8, 108, 64, 1024
+PROMPTS_PER_STEP = ROWS // GROUP
+WARM_UP, STEPS = 1, 4
+LR = 1e-5
+AGGREGATIONS = {
+    "grpo": "sequence_mean_token_mean",
+    "dapo": "token_mean",
+    "dr_grpo": "fixed_length",
+    "bnpo": "micro_batch_token_mean",
+}
+"""TRL's `loss_type` -> our `loss.aggregation`."""
+
+
+def distinct_words(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Reward of both sides, in TRL's signature: the number of different words of a completion."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def make_inputs(model: Path, work: Path) -> None:
+    """Write the random model with a word-level tokenizer, and two prompt files, where they are not yet."""
+    if (model / "config.json").is_file():
+        return
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "w0"}
+    PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **special).save_pretrained(model)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", 200), ("heldout", 8)):
+        drawn = torch.randint(VOCABULARY - 3, (count, PROMPT_TOKENS), generator=generator)
+        lines = [" ".join(f"w{i}" for i in row) for row in drawn.tolist()]
+        (work / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def run_config(work: Path, seed: int) -> dict[str, Any]:
+    """Our side's run, as a config file would state it."""
+    return {
+        "name": "text_step",
+        "model": {"adapter": "text_lm", "path": str(work / "model")},
+        "data": {"source": str(work / "train.txt")},
+        "rewards": {f"{__spec__.name}:distinct_words": 1.0},
+        "sampling": {"max_new_tokens": NEW_TOKENS, "stop_on_eos": False},
+        "loss": {"aggregation": "token_mean"},
+        "train": {
+            "steps": WARM_UP + STEPS,
+            "prompts_per_step": PROMPTS_PER_STEP,
+            "group_size": GROUP,
+            "micro_batch": ROWS,
+            "seed": seed,
+            "optimizer": {"lr": LR, "schedule": "linear"},
+        },
+        "eval": {"source": str(work / "heldout.txt"), "every": 0},
+        "self_test": {"enabled": False},
+    }
+
+
+class Clock:
+    """Seconds by phase, step by step."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+
+    def watch(self, owner: Any, name: str, phase: str) -> None:
+        """Add the time of every call of `owner.name` to `phase`."""
+        called: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return called(*args, **options)
+            finally:
+                self._now[phase] += time.perf_counter() - started
+
+        setattr(owner, name, timed)
+
+    def close_step(self, seconds: float, forward_backward: Callable[[dict[str, float]], float]) -> None:
+        """End a step that took `seconds` in all."""
+        found = {"generate": self._now["generate"], "forward+backward": forward_backward(self._now), "step": seconds}
+        found["rest"] = seconds - found["generate"] - found["forward+backward"]
+        self.steps.append(found)
+        self._now.clear()
+
+
+def _peak_mib() -> float:
+    scale = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+
+
+def _report(clock: Clock, loaded: float) -> dict[str, Any]:
+    """Result of a timed side; `loaded` is the peak before the first step."""
+    peak = _peak_mib()
+    return {"steps": clock.steps[WARM_UP:], "memory_mib": {"peak": peak, "peak above the loaded model": peak - loaded}}
+
+
+def side_ours(work: Path, seed: int) -> dict[str, Any]:
+    """Iterations of the toolkit's own trainer."""
+    from visual_grpo.api import plan
+    from visual_grpo.build import build_trainer
+    from visual_grpo.config import to_yaml
+    from visual_grpo.distributed import Ranks
+    from visual_grpo.run_folder import RunFolder
+
+    made = plan(run_config(work, seed))
+    folder = RunFolder.create(work / "runs", made.config.name, config_yaml=to_yaml(made.config))
+    clock = Clock()
+    with Ranks() as ranks:
+        trainer = build_trainer(made, folder, ranks)
+        loaded = _peak_mib()
+        clock.watch(trainer.policy, "sample", "generate")
+        clock.watch(trainer, "optimizer_step", "update")
+        for name in ("gradient_norm", "step"):
+            clock.watch(trainer.optimizer, name, "optimizer")
+        for _ in range(WARM_UP + STEPS):
+            started = time.perf_counter()
+            trainer.iteration()
+            clock.close_step(time.perf_counter() - started, lambda now: now["update"] - now["optimizer"])
+        trainer.suite.close()
+        trainer.writer.close()
+    folder.close()
+    return _report(clock, loaded)
+
+
+def trl_trainer(work: Path, seed: int, **options: Any) -> Any:
+    """TRL's trainer with the same settings; gradient checkpointing (its default) is off, as on our side."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        output_dir=str(work / "trl"),
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=1,
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        max_steps=WARM_UP + STEPS,
+        learning_rate=LR,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=seed,
+        **options,
+    )
+    prompts = (work / "train.txt").read_text(encoding="utf-8").splitlines()
+    return GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32),
+        reward_funcs=distinct_words,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=AutoTokenizer.from_pretrained(work / "model"),
+    )
+
+
+def side_trl(work: Path, seed: int) -> dict[str, Any]:
+    """Training steps of TRL."""
+    from transformers import TrainerCallback
+
+    trainer, clock = trl_trainer(work, seed), Clock()
+    loaded = _peak_mib()
+    clock.watch(trainer, "_generate", "generate")
+    clock.watch(trainer, "_prepare_inputs", "prepare")
+    clock.watch(trainer, "training_step", "train")
+    started = time.perf_counter()
+
+    class StepClock(TrainerCallback):  # type: ignore[misc]
+        """From the end of a step to the end of the next."""
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            nonlocal started
+            now = time.perf_counter()
+            clock.close_step(now - started, lambda phases: phases["train"] - phases["prepare"])
+            started = now
+
+    trainer.add_callback(StepClock())
+    trainer.train()
+    return _report(clock, loaded)
+
+
+def side_bare(work: Path, seed: int) -> dict[str, Any]:
+    """The model calls of a step and nothing else: prefill of 8 prompts, 63 tokens for 64 rows, one forward and backward pass."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    torch.manual_seed(seed)
+    prompts = torch.randint(3, VOCABULARY, (PROMPTS_PER_STEP, PROMPT_TOKENS))
+    rows = torch.cat([prompts.repeat_interleave(GROUP, 0), torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS))], 1)
+    clock, loaded = Clock(), _peak_mib()
+    now: dict[str, float] = {}
+    for _ in range(WARM_UP + STEPS):
+        started = time.perf_counter()
+        _bare_generate(model, prompts)
+        generated = time.perf_counter()
+        logits = model(input_ids=rows[:, :-1], use_cache=False, logits_to_keep=NEW_TOKENS).logits
+        logits.log_softmax(-1).gather(2, rows[:, -NEW_TOKENS:, None]).mean().backward()
+        now["train"] = time.perf_counter() - generated
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.close_step(time.perf_counter() - started, lambda _: now["train"])
+        clock.steps[-1]["generate"] = generated - started
+        clock.steps[-1]["rest"] -= generated - started
+    return _report(clock, loaded)
+
+
+@torch.no_grad()
+def _bare_generate(model: Any, prompts: Tensor) -> None:
+    """Greedy tokens through the model's own cache."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    output = model.eval()(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    cache = getattr(output, name)
+    cache.batch_repeat_interleave(GROUP)
+    token = output.logits[:, -1].argmax(-1).repeat_interleave(GROUP)
+    for _ in range(NEW_TOKENS - 1):
+        token = (
+            model(input_ids=token[:, None], use_cache=True, logits_to_keep=1, **{name: cache}).logits[:, -1].argmax(-1)
+        )
+    model.train()

@@ -1,0 +1,121 @@
+"""One GRPO step of `text_lm` against TRL's `GRPOTrainer`: time by phase, memory, and the loss on the same rollouts.
+
+    visual-grpo benchmark text_step_vs_trl --seeds 3            # 3 rounds of all sides
+    python -m visual_grpo.eval.benchmarks.text_step_vs_trl
+
+Both train the same random Qwen3 of 3.2 M parameters on the same prompts: 64 rows (8 prompts x 8) of 108 prompt and 64 new tokens,
+one optimizer step a rollout batch, float32, no vLLM. A third side makes only the model calls that such a step cannot avoid. Each
+side runs in a process of its own, one after the other, so that neither time nor memory is shared. Ends with TRL's loss and
+gradient on our rollouts for `grpo`, `dapo`, `dr_grpo` and `bnpo`. Needs `pip install "trl==1.16.*"`; run it while the machine is quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from visual_grpo.eval.benchmarks.text_step_sides import STEPS, make_inputs, side_bare, side_ours, side_trl
+
+PHASES = ("generate", "forward+backward", "rest", "step")
+SIDES = ("ours", "trl", "bare")
+
+
+def run(*, seeds: int = 3, out: Path | str | None = None) -> dict[str, Any]:
+    """Measure `seeds` rounds of all sides, then the losses.
+
+    Returns:
+        Per side the medians over rounds and steps ("seconds", "memory_mib"), "ratios", and "loss" with both sides' values.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(out if out is not None else scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        make_inputs(work / "model", work)
+        rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for seed in range(seeds):
+            for side in SIDES:
+                rounds[side].append(_in_own_process(side, work, seed))
+        losses = _in_own_process("losses", work, 0)
+    result: dict[str, Any] = {side: _median(found) for side, found in rounds.items()}
+    ours, trl, bare = (result[side]["seconds"] for side in SIDES)
+    unavoidable = bare["generate"] + bare["forward+backward"]
+    result["ratios"] = {
+        "trl / ours, step": trl["step"] / ours["step"],
+        "trl / ours, generate": trl["generate"] / ours["generate"],
+        "trl / ours, forward+backward": trl["forward+backward"] / ours["forward+backward"],
+        "ours / bare calls": (ours["generate"] + ours["forward+backward"]) / unavoidable,
+        "trl / bare calls": (trl["generate"] + trl["forward+backward"]) / unavoidable,
+    }
+    return result | {"loss": losses, "rounds": seeds, "steps a round": STEPS}
+
+
+def _in_own_process(side: str, work: Path, seed: int) -> dict[str, Any]:
+    """Run one side in a fresh interpreter; its last line of output is the result."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", __spec__.name, "--side", side, "--work", str(work), "--seed", str(seed)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        from visual_grpo.errors import RunError
+
+        raise RunError(f"side {side!r} of the benchmark failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the steps of all rounds, and of the rounds' memory."""
+    steps = [step for one in rounds for step in one["steps"]]
+    memory = rounds[0]["memory_mib"]
+    return {
+        "seconds": {phase: statistics.median(step[phase] for step in steps) for phase in PHASES},
+        "memory_mib": {key: statistics.median(one["memory_mib"][key] for one in rounds) for key in memory},
+    }
+
+
+def main() -> None:
+    """Run the benchmark, or (for the benchmark itself) one side of it."""
+    from visual_grpo.eval.benchmarks.text_loss_parity import side_losses
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=2, help="rounds of all sides")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--side", choices=[*SIDES, "losses"], help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    sides = {"ours": side_ours, "trl": side_trl, "bare": side_bare, "losses": side_losses}
+    if given.side is not None:
+        print(json.dumps(sides[given.side](given.work, given.seed)))
+        return
+    result = run(seeds=given.seeds)
+    print(json.dumps(result, indent=1))
+    if not given.json:
+        print_result(result)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The result as tables."""
+    from visual_grpo.cli.output import print_table
+
+    rows = [[side, *(f"{result[side]['seconds'][phase]:.3f}" for phase in PHASES)] for side in SIDES]
+    memory = [[f"{value:.0f}" for value in result[side]["memory_mib"].values()] for side in SIDES]
+    header = ["side", *(f"{phase} [s]" for phase in PHASES), "peak [MiB]", "above the model [MiB]"]
+    print_table("one training step", header, [[*row, *more] for row, more in zip(rows, memory, strict=True)])
+    print_table("ratios", ["", "value"], [[name, f"{value:.3f}"] for name, value in result["ratios"].items()])
+    losses = [[name, *(f"{value:.8f}" for value in found.values())] for name, found in result["loss"].items()]
+    print_table("loss on the same rollouts", ["loss_type", *next(iter(result["loss"].values()))], losses)
+
+
+if __name__ == "__main__":
+    main()
