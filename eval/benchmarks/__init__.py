@@ -4,4 +4,9 @@
 result with `to_dict()` or a mapping. Nothing is imported until then.
 """
 
-TABLE: dict[str, tuple[str, str]] = {}
+TABLE: dict[str, tuple[str, str]] = {
+    "text_step_vs_trl": (
+        "visual_grpo.eval.benchmarks.text_step_vs_trl:run",
+        "One GRPO step of text_lm against TRL's GRPOTrainer: time by phase, memory, losses.",
+    ),
+}

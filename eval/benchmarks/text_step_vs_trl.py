@@ -6,7 +6,8 @@
 Both train the same random Qwen3 of 3.2 M parameters on the same prompts: 64 rows (8 prompts x 8) of 108 prompt and 64 new tokens,
 one optimizer step a rollout batch, float32, no vLLM. A third side makes only the model calls that such a step cannot avoid. Each
 side runs in a process of its own, one after the other, so that neither time nor memory is shared. Ends with TRL's loss and
-gradient on our rollouts for `grpo`, `dapo`, `dr_grpo` and `bnpo`. Needs `pip install "trl==1.16.*"`; run it while the machine is quiet.
+gradient on our rollouts for `grpo`, `dapo`, `dr_grpo` and `bnpo`. Needs
+`pip install "trl==1.16.*"`; run it while the machine is quiet.
 """
 
 from __future__ import annotations
