@@ -23,11 +23,31 @@ FAREWELL = timedelta(seconds=5)
 T = TypeVar("T")
 
 
+def refuse_sharding() -> None:
+    """Refuse FSDP and DeepSpeed launches: as full replicas they would fail silently, at the first model too large.
+
+    Raises:
+        UserError: naming the config that works.
+    """
+    for name, variable in (("FSDP", "ACCELERATE_USE_FSDP"), ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED")):
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UserError(
+                f"the launcher asks for {name}, but this version trains full replicas only: every process holds the "
+                "whole model. Launch with docs/launch/ddp.yaml, and use model.lora, model.dtype=bfloat16 and "
+                "model.gradient_checkpointing=true to fit (see visual-grpo train RECIPE --dry-run)"
+            )
+
+
 class Ranks:
     """Rank and world size as `accelerate launch` or `torchrun` set them, and the few collectives that the loop needs."""
 
     def __init__(self) -> None:
-        """Join the process group of the environment, if there is one."""
+        """Join the process group of the environment, if there is one.
+
+        Raises:
+            UserError: the launcher asks for sharded weights, which the loop does not do.
+        """
+        refuse_sharding()
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.store: Any = None
         if self.world > 1 and not dist.is_initialized():
