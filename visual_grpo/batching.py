@@ -104,3 +104,21 @@ def split_updates(group_ids: Tensor, updates: int, *, whole_groups: bool, key: t
         for number, piece in enumerate(torch.tensor_split(rows, updates)):
             parts[number].append(piece)
     return [torch.cat(p) if p else torch.empty(0, dtype=torch.int64) for p in parts]
+
+
+def micro_batches(group_ids: Tensor, size: int, whole_groups: bool) -> list[Tensor]:
+    """Row indices of each forward and backward pass over rows with `group_ids` [n].
+
+    With `whole_groups` a group is never cut, and a pass may hold more than `size` rows.
+    """
+    everything = torch.arange(len(group_ids))
+    if not whole_groups:
+        return list(everything.split(size)) if len(group_ids) else []
+    parts: list[Tensor] = []
+    for group in dict.fromkeys(group_ids.tolist()):
+        members = everything[group_ids == group]
+        if parts and len(parts[-1]) + len(members) <= size:
+            parts[-1] = torch.cat([parts[-1], members])
+        else:
+            parts.append(members)
+    return parts

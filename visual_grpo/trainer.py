@@ -21,7 +21,7 @@ from visual_grpo import checkpoint as ckpt
 from visual_grpo.advantages import flat_groups
 from visual_grpo.aggregation import Totals
 from visual_grpo.alarms import Alarms
-from visual_grpo.batching import check_geometry, split_updates
+from visual_grpo.batching import check_geometry, micro_batches, split_updates
 from visual_grpo.config import RunConfig
 from visual_grpo.data import PromptRow, PromptSource, prompt_batch
 from visual_grpo.distributed import Ranks
@@ -240,7 +240,7 @@ class Trainer:
 
     def optimizer_step(self, rows: LossInputs, stats: Stats) -> None:
         """Accumulate the micro-batches of all processes, then one step; nothing to train leaves the weights untouched."""
-        micros = micro_batches(rows, self.config.train.micro_batch, whole_groups=self.stack.needs.whole_groups)
+        micros = micro_batches(rows.rollouts.group_ids, self.config.train.micro_batch, self.stack.needs.whole_groups)
         counts = torch.tensor([len(rows), int(rows.rollouts.unit_mask.sum()), len(micros)], dtype=torch.float64)
         totals = self.ranks.sum(counts)
         if totals[1] == 0:
@@ -320,27 +320,9 @@ class Trainer:
             self.trained_s = float(state["trained_s"])
             self.stack.load_state_dict(state["methods"])
             self.alarms.load_state_dict(state["alarms"])
-            if self.ranks.rank < len(
-                state["rng"]
-            ):  # fewer processes before: their draws depend on the row, not on these
-                ckpt.set_rng_state(state["rng"][self.ranks.rank])
+            for rng in state["rng"][self.ranks.rank : self.ranks.rank + 1]:  # none where there were fewer processes
+                ckpt.set_rng_state(rng)
         if self.ranks.main:
             ckpt.prune_checkpoints(self.writer.folder.checkpoints, self.config.checkpoint.keep)
             found = self.writer.rewind(self.step, size)
         self.first, self.last = self.ranks.broadcast(found if self.ranks.main else None)
-
-
-def micro_batches(rows: LossInputs, size: int, *, whole_groups: bool) -> list[Tensor]:
-    """Row indices of each forward and backward pass; with `whole_groups` a group is never cut (and a pass may hold more rows)."""
-    everything = torch.arange(len(rows))
-    if not whole_groups:
-        return list(everything.split(size)) if len(rows) else []
-    parts: list[Tensor] = []
-    ids = rows.rollouts.group_ids
-    for group in dict.fromkeys(ids.tolist()):
-        members = everything[ids == group]
-        if parts and len(parts[-1]) + len(members) <= size:
-            parts[-1] = torch.cat([parts[-1], members])
-        else:
-            parts.append(members)
-    return parts
