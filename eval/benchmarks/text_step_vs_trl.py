@@ -7,7 +7,7 @@ Both train the same random Qwen3 of 3.2 M parameters on the same prompts: 64 row
 one optimizer step a rollout batch, float32, no vLLM. A third side makes only the model calls that such a step cannot avoid. Each
 side runs in a process of its own, one after the other, so that neither time nor memory is shared. Ends with TRL's loss and
 gradient on our rollouts for `grpo`, `dapo`, `dr_grpo` and `bnpo`. Needs
-`pip install "trl==1.16.*"`; run it while the machine is quiet.
+`pip install "trl==1.16.*"`; run it while nothing else runs.
 """
 
 from __future__ import annotations
