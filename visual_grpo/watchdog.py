@@ -20,8 +20,8 @@ __all__ = ["Watchdog"]
 _GRACE_S = 30.0  # how long the main thread has to react before the process is ended
 
 
-class _Hung(BaseException):
-    """Raised in the main thread by the watchdog; no `except Exception` on the way may swallow it."""
+class _Hung(KeyboardInterrupt):
+    """Raised in the main thread by the watchdog; whatever lets Ctrl-C through lets it through."""
 
 
 class Watchdog:
@@ -70,6 +70,8 @@ class Watchdog:
         self._closed = threading.Event()
         self._reacted = threading.Event()
         self._thread: threading.Thread | None = None
+        if timeout_s is not None and action == "stop":
+            _listen()
 
     def __enter__(self) -> Watchdog:
         return self
@@ -92,7 +94,7 @@ class Watchdog:
                 self._end()
             if self._fired is not None:
                 self._await_interrupt()
-        except (KeyboardInterrupt, _Hung):
+        except KeyboardInterrupt:
             if self._fired is None:
                 raise  # the user's own Ctrl-C
         if self._fired is not None:
@@ -204,14 +206,24 @@ class Watchdog:
         os._exit(1)
 
 
+def _wake(_signal: int, _frame: object) -> None:
+    raise _Hung
+
+
+def _listen() -> None:
+    """Let SIGUSR2 wake the main thread: SIGINT is ignored in a process that runs in the background (nohup, a CI job)."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _wake)
+
+
 def _interrupt_main() -> None:
     """Raise in the main thread, waking it from a blocking system call where the system allows that."""
     main = threading.main_thread()
-    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if plain and main.ident is not None and hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(main.ident, signal.SIGINT)
+    if main.ident is not None and hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is _wake:
+        signal.pthread_kill(main.ident, signal.SIGUSR2)
         return
-    # SIGINT is ignored (nohup) or has a handler of its own: raise without a signal, at the next Python instruction.
+    # The run is not in the main thread, or SIGUSR2 is somebody else's: raise at the next Python instruction.
     import ctypes
 
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident or 0), ctypes.py_object(_Hung))

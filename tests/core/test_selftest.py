@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 import time
 from pathlib import Path
@@ -223,8 +224,17 @@ def test_a_loss_that_is_not_finite_stops_and_the_run_can_go_on(tmp_path: Path) -
     assert [r["step"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"] == [1, 2, 3, 4]
 
 
-def test_a_hung_phase_is_stopped(tmp_path: Path) -> None:
-    """A reward without a limit of its own; the stacks say where it hangs."""
+@pytest.mark.parametrize("background", [False, True])
+def test_a_hung_phase_is_stopped(tmp_path: Path, background: bool) -> None:
+    """A reward without a limit of its own; the stacks say where it hangs. In the background SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
+    try:
+        _stop_a_hung_phase(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stop_a_hung_phase(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"phase 'evaluate' made no progress for .*watchdog.timeout_s is 1"):
         run(tmp_path, rewards={f"{HERE}:hangs": {"timeout_s": 1000}}, watchdog={"timeout_s": 1})
     assert "in hangs" in (tmp_path / "run" / "stacks.txt").read_text()

@@ -103,7 +103,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 watchdog = module.Watchdog(0.3, "stop", lambda message: print(message, flush=True))
 try:
     with watchdog.phase("backward"):
-        if mode == "C":
+        if mode == "C":  # code outside Python that no signal reaches
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             ctypes.CDLL(None).sleep(60)
         end = time.monotonic() + 20
         while time.monotonic() < end:
