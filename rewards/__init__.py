@@ -26,4 +26,8 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "ocr": ("visual_grpo.rewards.ocr:Ocr", "The prompt's quoted text is readable in the image [0, 1]."),
     "overlong": ("visual_grpo.rewards.length:Overlong", "DAPO's soft punishment of overlong answers [-1, 0]."),
+    "pickscore": (
+        "visual_grpo.rewards.pickscore:PickScore",
+        "Human preference for the image given its prompt, by PickScore v1 (0.7 to 0.92).",
+    ),
 }

@@ -28,7 +28,10 @@ from visual_grpo.rewards.geneval_rules import (
 __all__ = ["Detector", "GenEval", "Judgement", "load_detector"]
 
 Mode = Literal["official", "strict", "partial", "mixed"]
-TESTBED = "visual_grpo.testbed.detector:SceneDetector"
+DETECTORS = {
+    "testbed": "visual_grpo.testbed.detector:SceneDetector",
+    "mask2former": "visual_grpo.rewards.mask2former:Mask2FormerDetector",
+}
 
 
 class Detector(Protocol):
@@ -39,9 +42,9 @@ class Detector(Protocol):
 
 
 def load_detector(given: Any) -> Detector:
-    """Return the detector named "testbed" or "package.module:Name" (a class is built without arguments), or `given` itself."""
+    """Return the detector named in `DETECTORS` or "package.module:Name" (a class is built without arguments), or `given`."""
     if isinstance(given, str):
-        given = load_object(TESTBED if given == "testbed" else given, "detector")
+        given = load_object(DETECTORS.get(given, given), "detector")
     if isinstance(given, type):
         given = given()
     if not callable(getattr(given, "detect", None)):
@@ -93,7 +96,8 @@ class GenEval(Reward):
         Args:
             mode: what the value is; "partial" is what Flow-GRPO trains on, "mixed" is half strict correctness and half
                 partial credit clipped at 0.
-            detector: "testbed", "package.module:Name" or an object with `detect`; loaded at the first call.
+            detector: "testbed", "mask2former" (GenEval's own), "package.module:Name" or an object with `detect`; loaded at
+                the first call.
             position_bug: see `judge_partial`.
             clip: clip the partial credit at 0.
             threshold, counting_threshold, max_objects, max_overlap: see `DetectionFilter`.

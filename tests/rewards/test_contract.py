@@ -55,7 +55,12 @@ def names() -> list[str]:
 
 @pytest.fixture(scope="module", params=names())
 def reward(request) -> Reward:
-    built = as_reward(request.param, params=PARAMS.get(request.param))
+    weights = {"pickscore": "tiny_clip"}.get(
+        request.param
+    )  # rewards of downloaded weights get random ones of the same class
+    folder = str(request.getfixturevalue(weights)) if weights else None
+    params = {"model": folder, "processor": folder} if folder else PARAMS.get(request.param)
+    built = as_reward(request.param, params=params)
     built.name = request.param
     yield built
     built.close()
