@@ -44,7 +44,9 @@ def print_dry_run(plan: Plan) -> None:
     ]:
         table.add_row(name, value)
     console.print(table)
-    units = config.train.units_per_pass or 1
+    of_methods = (method.units_per_row(plan.sampling) for method in plan.stack.methods.values())
+    all_units = next((n for n in of_methods if n is not None), getattr(plan.sampling, "max_new_tokens", 1))
+    units = min(config.train.units_per_pass or all_units, all_units)
     memory = plan.adapter_class.plan_memory(
         config.model, module, sampling=plan.sampling, rows=config.train.micro_batch, units=units
     )

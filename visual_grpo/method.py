@@ -123,6 +123,10 @@ class Method(Generic[C]):
             UserError: what does not fit, and what to change.
         """
 
+    def units_per_row(self, sampling: SamplingConfig) -> int | None:
+        """How many units a row will have, for the memory plan of a dry run; None = as the adapter samples."""
+        return None
+
     # -- data and rollout ---------------------------------------------------------------------------------------------------
 
     def select_prompts(self, weights: Tensor, state: LoopState) -> Tensor:

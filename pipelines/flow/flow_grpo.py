@@ -68,6 +68,10 @@ class FlowGrpo(Method[FlowGrpoConfig]):
         if self.config.window is not None:
             self._window(sampling.steps, None)
 
+    def units_per_row(self, sampling: Any) -> int:
+        """The window, or all steps but the last."""
+        return self.config.window or sampling.steps - 1
+
     def _window(self, steps: int, generator: torch.Generator | None) -> range:
         config = self.config
         assert config.window is not None

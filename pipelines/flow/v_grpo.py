@@ -77,6 +77,10 @@ class VGrpo(Method[VGrpoConfig]):
                 "v_grpo has one ratio a sample: set ratio.level to sequence (its default) or sequence_token"
             )
 
+    def units_per_row(self, sampling: Any) -> int:
+        """The pairs."""
+        return self.config.pairs
+
     def after_rollout(self, rollouts: RolloutBatch, state: LoopState) -> RolloutBatch:
         """Replace the sampler's units by M noise pairs; store old log-probs where an update will be off-policy."""
         final = rollouts.data["final"]
@@ -185,7 +189,7 @@ def v_grpo_sd35_medium() -> RunConfig:
             steps=150,
             prompts_per_step=48,
             group_size=24,
-            micro_batch=8,
+            micro_batch=2,
             rollout_batch=48,
             optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
         ),
