@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -180,7 +181,9 @@ class Watchdog:
         if self.stacks is None:
             return
         with contextlib.suppress(OSError), self.stacks.open("a", encoding="utf-8") as file:
-            file.write(message + "\n")
+            file.write(message + "\nmain thread (most recent call last):\n")
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            file.writelines(traceback.format_stack(main))  # faulthandler stops after 100 threads, the main one last
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.write("\n")
