@@ -20,7 +20,7 @@ from visual_grpo.types import PromptBatch
 
 TESTBED = {
     "scenes": "visual_grpo.testbed.scenes:split_prompts",
-    "words": "visual_grpo.testbed.words:split_word_prompts",
+    "words": "visual_grpo.testbed.words:split_prompts",
     "arithmetic": "visual_grpo.testbed.arithmetic:split_prompts",
 }
 """Worlds that need no file: functions that give (train, held-out) lists of metadata with a `prompt`."""

@@ -28,8 +28,8 @@ from visual_grpo.testbed.vae_pretraining import decode_latents, train_vae
 WEIGHTS_DIR = Path(__file__).parent / "weights" / "sd3_tiny"
 """Where the shipped pipeline lies: pass it to `StableDiffusion3Pipeline.from_pretrained`."""
 
-VAE_STEPS = 1500
-FLOW_STEPS = 2500
+VAE_STEPS = 3400
+FLOW_STEPS = 4317
 SAMPLING_SHIFT = 1.0
 SCORE_STEPS = 6
 
