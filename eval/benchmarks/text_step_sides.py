@@ -7,7 +7,8 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ ROWS, GROUP, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 64, 8, 108, 64, 1024
 PROMPTS_PER_STEP = ROWS // GROUP
 WARM_UP, STEPS = 1, 4
 LR = 1e-5
+CLOCKS: dict[str, Callable[[], float]] = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
 AGGREGATIONS = {
     "grpo": "sequence_mean_token_mean",
     "dapo": "token_mean",
@@ -90,31 +92,48 @@ def run_config(work: Path, seed: int) -> dict[str, Any]:
 
 
 class Clock:
-    """Seconds by phase, step by step."""
+    """Wall and CPU seconds by phase, step by step; CPU seconds (one thread) hardly feel other load on the machine."""
 
     def __init__(self) -> None:
-        self._now: dict[str, float] = defaultdict(float)
-        self.steps: list[dict[str, float]] = []
+        self._spent: dict[str, dict[str, float]] = {}
+        self.steps: list[dict[str, dict[str, float]]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step now."""
+        self._spent = {kind: defaultdict(float) for kind in CLOCKS}
+        self._started = {kind: now() for kind, now in CLOCKS.items()}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's time to `name`."""
+        started = {kind: now() for kind, now in CLOCKS.items()}
+        try:
+            yield
+        finally:
+            for kind, now in CLOCKS.items():
+                self._spent[kind][name] += now() - started[kind]
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
         """Add the time of every call of `owner.name` to `phase`."""
         called: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **options: Any) -> Any:
-            started = time.perf_counter()
-            try:
+            with self.phase(phase):
                 return called(*args, **options)
-            finally:
-                self._now[phase] += time.perf_counter() - started
 
         setattr(owner, name, timed)
 
-    def close_step(self, seconds: float, forward_backward: Callable[[dict[str, float]], float]) -> None:
-        """End a step that took `seconds` in all."""
-        found = {"generate": self._now["generate"], "forward+backward": forward_backward(self._now), "step": seconds}
-        found["rest"] = seconds - found["generate"] - found["forward+backward"]
+    def close_step(self) -> None:
+        """End a step: `generate`, and `train` without what ran inside it under `other`, are its phases."""
+        found = {}
+        for kind, now in CLOCKS.items():
+            spent, step = self._spent[kind], now() - self._started[kind]
+            passes = spent["train"] - spent["other"]
+            rest = step - spent["generate"] - passes
+            found[kind] = {"generate": spent["generate"], "forward+backward": passes, "rest": rest, "step": step}
         self.steps.append(found)
-        self._now.clear()
+        self.restart()
 
 
 def _peak_mib() -> float:
@@ -143,13 +162,13 @@ def side_ours(work: Path, seed: int) -> dict[str, Any]:
         trainer = build_trainer(made, folder, ranks)
         loaded = _peak_mib()
         clock.watch(trainer.policy, "sample", "generate")
-        clock.watch(trainer, "optimizer_step", "update")
+        clock.watch(trainer, "optimizer_step", "train")
         for name in ("gradient_norm", "step"):
-            clock.watch(trainer.optimizer, name, "optimizer")
+            clock.watch(trainer.optimizer, name, "other")
+        clock.restart()
         for _ in range(WARM_UP + STEPS):
-            started = time.perf_counter()
             trainer.iteration()
-            clock.close_step(time.perf_counter() - started, lambda now: now["update"] - now["optimizer"])
+            clock.close_step()
         trainer.suite.close()
         trainer.writer.close()
     folder.close()
@@ -198,18 +217,14 @@ def side_trl(work: Path, seed: int) -> dict[str, Any]:
     trainer, clock = trl_trainer(work, seed), Clock()
     loaded = _peak_mib()
     clock.watch(trainer, "_generate", "generate")
-    clock.watch(trainer, "_prepare_inputs", "prepare")
+    clock.watch(trainer, "_prepare_inputs", "other")
     clock.watch(trainer, "training_step", "train")
-    started = time.perf_counter()
 
     class StepClock(TrainerCallback):  # type: ignore[misc]
         """From the end of a step to the end of the next."""
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            nonlocal started
-            now = time.perf_counter()
-            clock.close_step(now - started, lambda phases: phases["train"] - phases["prepare"])
-            started = now
+            clock.close_step()
 
     trainer.add_callback(StepClock())
     trainer.train()
@@ -226,20 +241,17 @@ def side_bare(work: Path, seed: int) -> dict[str, Any]:
     prompts = torch.randint(3, VOCABULARY, (PROMPTS_PER_STEP, PROMPT_TOKENS))
     rows = torch.cat([prompts.repeat_interleave(GROUP, 0), torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS))], 1)
     clock, loaded = Clock(), _peak_mib()
-    now: dict[str, float] = {}
+    clock.restart()
     for _ in range(WARM_UP + STEPS):
-        started = time.perf_counter()
-        _bare_generate(model, prompts)
-        generated = time.perf_counter()
-        logits = model(input_ids=rows[:, :-1], use_cache=False, logits_to_keep=NEW_TOKENS).logits
-        logits.log_softmax(-1).gather(2, rows[:, -NEW_TOKENS:, None]).mean().backward()
-        now["train"] = time.perf_counter() - generated
+        with clock.phase("generate"):
+            _bare_generate(model, prompts)
+        with clock.phase("train"):
+            logits = model(input_ids=rows[:, :-1], use_cache=False, logits_to_keep=NEW_TOKENS).logits
+            logits.log_softmax(-1).gather(2, rows[:, -NEW_TOKENS:, None]).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        clock.close_step(time.perf_counter() - started, lambda _: now["train"])
-        clock.steps[-1]["generate"] = generated - started
-        clock.steps[-1]["rest"] -= generated - started
+        clock.close_step()
     return _report(clock, loaded)
 
 

@@ -32,7 +32,8 @@ def run(*, seeds: int = 3, out: Path | str | None = None) -> dict[str, Any]:
     """Measure `seeds` rounds of all sides, then the losses.
 
     Returns:
-        Per side the medians over rounds and steps ("seconds", "memory_mib"), "ratios", and "loss" with both sides' values.
+        Per side the medians over rounds and steps ("seconds", "cpu_seconds", "memory_mib"), "ratios" and "cpu_ratios" between
+        the sides, and "loss" with both sides' values.
     """
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(out if out is not None else scratch)
@@ -44,16 +45,20 @@ def run(*, seeds: int = 3, out: Path | str | None = None) -> dict[str, Any]:
                 rounds[side].append(_in_own_process(side, work, seed))
         losses = _in_own_process("losses", work, 0)
     result: dict[str, Any] = {side: _median(found) for side, found in rounds.items()}
-    ours, trl, bare = (result[side]["seconds"] for side in SIDES)
-    unavoidable = bare["generate"] + bare["forward+backward"]
-    result["ratios"] = {
-        "trl / ours, step": trl["step"] / ours["step"],
-        "trl / ours, generate": trl["generate"] / ours["generate"],
-        "trl / ours, forward+backward": trl["forward+backward"] / ours["forward+backward"],
-        "ours / bare calls": (ours["generate"] + ours["forward+backward"]) / unavoidable,
-        "trl / bare calls": (trl["generate"] + trl["forward+backward"]) / unavoidable,
-    }
+    for kind, name in (("seconds", "ratios"), ("cpu_seconds", "cpu_ratios")):
+        result[name] = _ratios(*(result[side][kind] for side in SIDES))
     return result | {"loss": losses, "rounds": seeds, "steps a round": STEPS}
+
+
+def _ratios(ours: dict[str, float], trl: dict[str, float], bare: dict[str, float]) -> dict[str, float]:
+    """Above 1, TRL is slower than we are, and we are slower than the bare calls."""
+    passes = "forward+backward"
+    unavoidable = bare["generate"] + bare[passes]
+    return {
+        **{f"trl / ours, {phase}": trl[phase] / ours[phase] for phase in ("step", "generate", passes)},
+        "ours / bare calls": (ours["generate"] + ours[passes]) / unavoidable,
+        "trl / bare calls": (trl["generate"] + trl[passes]) / unavoidable,
+    }
 
 
 def _in_own_process(side: str, work: Path, seed: int) -> dict[str, Any]:
@@ -79,7 +84,10 @@ def _median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [step for one in rounds for step in one["steps"]]
     memory = rounds[0]["memory_mib"]
     return {
-        "seconds": {phase: statistics.median(step[phase] for step in steps) for phase in PHASES},
+        **{
+            kind: {phase: statistics.median(step[kind][phase] for step in steps) for phase in PHASES}
+            for kind in ("seconds", "cpu_seconds")
+        },
         "memory_mib": {key: statistics.median(one["memory_mib"][key] for one in rounds) for key in memory},
     }
 
@@ -109,11 +117,15 @@ def print_result(result: dict[str, Any]) -> None:
     """The result as tables."""
     from visual_grpo.cli.output import print_table
 
-    rows = [[side, *(f"{result[side]['seconds'][phase]:.3f}" for phase in PHASES)] for side in SIDES]
-    memory = [[f"{value:.0f}" for value in result[side]["memory_mib"].values()] for side in SIDES]
-    header = ["side", *(f"{phase} [s]" for phase in PHASES), "peak [MiB]", "above the model [MiB]"]
-    print_table("one training step", header, [[*row, *more] for row, more in zip(rows, memory, strict=True)])
-    print_table("ratios", ["", "value"], [[name, f"{value:.3f}"] for name, value in result["ratios"].items()])
+    header = ["side", *PHASES, "peak MiB", "above the model"]
+    for kind in ("seconds", "cpu_seconds"):
+        rows = []
+        for side in SIDES:
+            times = [f"{result[side][kind][phase]:.3f}" for phase in PHASES]
+            rows.append([side, *times, *(f"{value:.0f}" for value in result[side]["memory_mib"].values())])
+        print_table(f"one training step, {kind}", header, rows)
+    ratios = [[name, f"{value:.3f}", f"{result['cpu_ratios'][name]:.3f}"] for name, value in result["ratios"].items()]
+    print_table("ratios", ["", "seconds", "cpu_seconds"], ratios)
     losses = [[name, *(f"{value:.8f}" for value in found.values())] for name, found in result["loss"].items()]
     print_table("loss on the same rollouts", ["loss_type", *next(iter(result["loss"].values()))], losses)
 
