@@ -79,7 +79,7 @@ def evaluate_folder(
     batch_size: int = 64,
 ) -> list[dict[str, Any]]:
     """Judge all images of a folder (layouts: `find_samples`); returns the result lines."""
-    finder = load_detector(detector)
+    finder = load_detector(detector, keep)
     lines: list[dict[str, Any]] = []
     for samples, images in load_batches(find_samples(folder, prompts), batch_size):
         lines += judge_images(images, [s.metadata for s in samples], [str(s.file) for s in samples], finder, keep)

@@ -41,8 +41,12 @@ class Detector(Protocol):
         """Find objects in images [N, 3, H, W] in [0, 1]: one mapping class -> objects an image."""
 
 
-def load_detector(given: Any) -> Detector:
-    """Return the detector named in `DETECTORS` or "package.module:Name" (a class is built without arguments), or `given`."""
+def load_detector(given: Any, keep: DetectionFilter | None = None) -> Detector:
+    """Return the detector named in `DETECTORS` or "package.module:Name" (a class is built without arguments), or `given`.
+
+    Raises:
+        UserError: it is no detector, or its own `threshold` hides objects that `keep` would count.
+    """
     if isinstance(given, str):
         given = load_object(DETECTORS.get(given, given), "detector")
     if isinstance(given, type):
@@ -50,6 +54,13 @@ def load_detector(given: Any) -> Detector:
     if not callable(getattr(given, "detect", None)):
         raise UserError(
             f"the detector {given!r} has no method detect(images [N, 3, H, W]) -> list of {{class: objects}}."
+        )
+    hidden = getattr(given, "threshold", None)
+    lowest = hidden if keep is None else min(keep.threshold, keep.counting_threshold)
+    if hidden is not None and lowest < hidden:
+        raise UserError(
+            f"geneval: threshold {lowest:g} is below the {hidden:g} of {type(given).__name__}, which drops weaker objects "
+            f"itself; raise the threshold, or give a detector built with threshold={lowest:g}."
         )
     found: Detector = given
     return found
@@ -122,7 +133,7 @@ class GenEval(Reward):
         """The detector, loaded when it is first needed."""
         with self._lock:
             if self._detector is None:
-                self._detector = load_detector(self._given)
+                self._detector = load_detector(self._given, self.keep)
         return self._detector
 
     def __call__(self, request: RewardRequest) -> RewardOutput:

@@ -11,7 +11,7 @@ import torch
 from visual_grpo.adapters import memory
 from visual_grpo.adapters.diffusion import DiffusionSampling
 from visual_grpo.adapters.noise import row_noise
-from visual_grpo.adapters.paths import packaged_folder, packaged_names, resolve_model_path
+from visual_grpo.adapters.paths import packaged_folder, resolve_model_path
 from visual_grpo.adapters.sd3 import SD3Adapter, published
 from visual_grpo.config import LoraConfig, ModelConfig
 from visual_grpo.errors import UserError
@@ -337,7 +337,6 @@ def test_activation_estimate_against_saved_tensors(lora: bool, dual: int) -> Non
     assert abs(estimate / measured - 1) < 0.1
 
 
-@pytest.mark.skipif("sd3_tiny" not in packaged_names(), reason="this checkout has no testbed/sd3_tiny")
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_the_packaged_model(contract: Any, guidance: float) -> None:
     config = ModelConfig(adapter="sd3", path="testbed/sd3_tiny")

@@ -13,7 +13,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from visual_grpo.adapters.paths import packaged_names
 from visual_grpo.adapters.text_lm import TextLMAdapter, TextSampling
 from visual_grpo.adapters.text_meta import activation_bytes, published_configs
 from visual_grpo.config import ModelConfig
@@ -118,8 +117,6 @@ def test_planned_activations_are_those_of_a_real_forward_pass(tiny_text: Any) ->
 
 
 def test_the_shipped_model_answers_arithmetic(tiny_text: Any) -> None:
-    if "lm_tiny" not in packaged_names():
-        pytest.skip("testbed/lm_tiny is not built")
     config = ModelConfig(adapter="text_lm", path="testbed/lm_tiny")
     sampling = TextSampling(max_new_tokens=32)
     adapter = TextLMAdapter.load(config, device=torch.device("cpu"), sampling=sampling)

@@ -28,7 +28,8 @@ def test_docstring_examples() -> None:
 @pytest.mark.parametrize("steps", [1, 4, 10, 40])
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_flow_match_sigmas_are_those_of_diffusers(steps: int, shift: float) -> None:
-    diffusers = pytest.importorskip("diffusers")
+    import diffusers
+
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(steps)
     torch.testing.assert_close(flow_match_sigmas(steps, shift), scheduler.sigmas, rtol=0, atol=2e-7)

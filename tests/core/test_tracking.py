@@ -46,7 +46,6 @@ def test_every_tracker_of_the_config_has_a_package():
 
 
 def test_tensorboard_gets_the_figures(tmp_path):
-    pytest.importorskip("tensorboard")
     tracker = Tracker(
         TrackConfig(trackers=["tensorboard", "tensorboard"]), RunFolder(tmp_path), {"name": "demo", "train": {"lr": 1}}
     )

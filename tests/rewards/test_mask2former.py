@@ -8,6 +8,7 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation,
 
 from visual_grpo.errors import UserError
 from visual_grpo.rewards.geneval import load_detector
+from visual_grpo.rewards.geneval_rules import DetectionFilter
 from visual_grpo.rewards.mask2former import COLORS, ColorClassifier, Instance, Mask2FormerDetector, find_instances
 
 
@@ -98,6 +99,12 @@ def test_colors():
 
 def test_by_name_and_without_weights(tmp_path):
     assert isinstance(load_detector("mask2former"), Mask2FormerDetector)
+    with pytest.raises(UserError, match=r"threshold 0\.1 is below the 0\.3 of Mask2FormerDetector"):
+        load_detector("mask2former", DetectionFilter(threshold=0.1))
+    with pytest.raises(UserError, match=r"threshold 0\.2 is below"):
+        load_detector("mask2former", DetectionFilter(counting_threshold=0.2))
+    own = Mask2FormerDetector(threshold=0.1)
+    assert load_detector(own, DetectionFilter(threshold=0.1)) is own
     with pytest.raises(UserError, match=r"mask2former could not be loaded from .*hf download"):
         Mask2FormerDetector(model=str(tmp_path / "absent")).detect(torch.zeros(1, 3, 8, 8))
     with pytest.raises(UserError, match="colour classifier of mask2former needs open_clip"):

@@ -248,9 +248,6 @@ def train_flow(
     parameters: list[Tensor] = list(modules.parameters())
     average = [parameter.detach().clone() for parameter in parameters]
     optimizers = _optimizers(modules, settings)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["base_lr"] = group["lr"]
     trained, last_snapshot, mean_loss = 0.0, 0.0, 1.0
     for step, (batch, texts) in enumerate(_batches(latents, captions, settings, np.random.default_rng(seed + 1))):
         progress = max(step / steps, trained / (60 * minutes) if minutes else 0.0)
@@ -258,10 +255,7 @@ def train_flow(
             break
         began = time.monotonic()
         factor = _learning_rate_factor(progress, step, settings.flat_share)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * factor
-            optimizer.zero_grad()
+        _set_rates(optimizers, factor)
         loss = flow_loss(transformer, encode_text(pipeline, texts), batch, generator)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -272,15 +266,8 @@ def train_flow(
         trained += time.monotonic() - began
         mean_loss = 0.96 * mean_loss + 0.04 * float(loss.detach())
         if step % 25 == 0:
-            log(
-                {
-                    "stage": "flow",
-                    "step": step,
-                    "seconds": round(trained, 1),
-                    "loss": round(mean_loss, 4),
-                    "lr_factor": round(factor, 3),
-                }
-            )
+            spent = {"seconds": round(trained, 1), "loss": round(mean_loss, 4), "lr_factor": round(factor, 3)}
+            log({"stage": "flow", "step": step, **spent})
         if trained - last_snapshot > 60 * snapshot_minutes:
             last_snapshot = trained
             _with_average(modules, average, lambda at=step: snapshot(at))  # type: ignore[misc]
@@ -288,6 +275,15 @@ def train_flow(
     with torch.no_grad():
         torch._foreach_copy_(parameters, average)
     log({"stage": "flow_end", "step": step, "seconds": round(trained, 1), "loss": round(mean_loss, 4)})
+
+
+def _set_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
+    """Begin a step: no gradient, and every learning rate at `factor` of its own start."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("base_lr", group["lr"])
+            group["lr"] = group["base_lr"] * factor
+        optimizer.zero_grad()
 
 
 def _with_average(modules: nn.ModuleList, average: list[Tensor], action: Callable[[], None]) -> None:
