@@ -67,7 +67,7 @@ def test_any_text_is_tokenized(pipeline, text):
 
 def test_sizes(pipeline):
     assert parameter_count(pipeline.transformer) == pytest.approx(2.3e6, rel=0.05)
-    assert pipeline.vae_scale_factor == 4
+    assert pipeline.vae_scale_factor == 2
     assert (pipeline.transformer.config.sample_size // pipeline.transformer.config.patch_size) ** 2 == 36
 
 

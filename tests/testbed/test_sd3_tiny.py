@@ -56,10 +56,10 @@ def test_autoencoder_keeps_scenes_recognisable(pipeline):
     decoded = decode_latents(pipeline.vae, encode_images(pipeline.vae, images.float() / 127.5 - 1))
     verdicts = [is_correct(entry, found) for entry, found in zip(entries, SceneDetector().detect(decoded), strict=True)]
     assert np.mean(verdicts) >= VAE_ACCURACY
-    assert float((decoded - images / 255).abs().mean()) < 0.02
+    assert float((decoded - images / 255).abs().mean()) < 0.01
 
 
-VAE_ACCURACY = 0.95
+VAE_ACCURACY = 0.99
 
 
 def test_samples_are_crisp_and_often_but_not_always_right(pipeline):
@@ -68,11 +68,11 @@ def test_samples_are_crisp_and_often_but_not_always_right(pipeline):
     found = SceneDetector(report_unknown=True).detect(images)
     objects = [len([item for name, items in f.items() for item in items if name != "unknown"]) for f in found]
     unknown = sum(len(f.get("unknown", ())) for f in found)
-    # Measured: 0.80, 77 objects against 51 components of no clear shape or colour; weaker than planned (docs/results.md).
-    assert np.mean([count > 0 for count in objects]) > 0.75
-    assert sum(objects) > unknown
+    # Measured: 0.92, 101 objects against 14 components of no clear shape or colour.
+    assert np.mean([count > 0 for count in objects]) > 0.85
+    assert sum(objects) > 4 * unknown
     correct = np.mean([is_correct(entry, f) for entry, f in zip(prompts, found, strict=True)])
-    assert 0.15 <= correct <= 0.75
+    assert 0.2 <= correct <= 0.75
 
 
 def test_words_are_read_by_a_real_ocr_engine(pipeline):

@@ -39,7 +39,7 @@ from visual_grpo.testbed.arithmetic import (
     solve,
     split_prompts,
 )
-from visual_grpo.testbed.lm_optim import Muon
+from visual_grpo.testbed.muon import Muon
 
 WEIGHTS_DIR = Path(__file__).parent / "weights" / "lm_tiny"
 """Where the shipped weights lie: pass it to `from_pretrained`."""
@@ -306,7 +306,7 @@ def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.opt
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     adamw = torch.optim.AdamW(rest, lr=0.2 * learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    optimizers: list[torch.optim.Optimizer] = [Muon(matrices, lr=learning_rate), adamw]
+    optimizers: list[torch.optim.Optimizer] = [Muon(matrices, lr=learning_rate, adjust_lr_fn="original"), adamw]
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak"] = group["lr"]
     return optimizers

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a transformer's blocks, in float32 and batched over matrices of one shape.
+"""Muon for the matrices of a small transformer, in float32 and batched over matrices of one shape.
 
 `torch.optim.Muon` orthogonalises one matrix at a time in bfloat16, which is slow on a CPU without bfloat16 units.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,16 +35,26 @@ def orthogonalize(matrices: Tensor, *, steps: int = 4) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: every update has the root mean square that AdamW's would have.
+    """Momentum, orthogonalised.
 
     Args:
-        params: 2-D parameters only.
-        lr: learning rate on AdamW's scale.
+        params: 2-D parameters [out, in] only.
+        lr: learning rate.
         momentum: Nesterov momentum.
+        adjust_lr_fn: `torch.optim.Muon`'s names: "match_rms_adamw" (an update has the root mean square that AdamW's would
+            have) or "original" (an update's spectral norm is about `lr * sqrt(max(1, out / in))`).
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], *, lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
+        self._matches_adamw = adjust_lr_fn == "match_rms_adamw"
         flat = [p.ndim for group in self.param_groups for p in group["params"] if p.ndim != 2]
         if flat:
             raise ValueError(f"Muon takes matrices only, got {len(flat)} parameters of other dimensions")
@@ -66,6 +77,6 @@ class Muon(torch.optim.Optimizer):
             state["buffer"] = torch.zeros_like(gradients)
         state["buffer"].lerp_(gradients, 1 - momentum)
         update = orthogonalize(gradients.lerp(state["buffer"], momentum))
-        scale = 0.2 * max(shape) ** 0.5
+        scale = 0.2 * max(shape) ** 0.5 if self._matches_adamw else max(1.0, shape[0] / shape[1]) ** 0.5
         for member, direction in zip(members, update, strict=True):
             member.add_(direction, alpha=-lr * scale)
