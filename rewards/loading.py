@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from visual_grpo.adapters.paths import without_progress_bars
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest
+from visual_grpo.types import RewardStatus
 
 __all__ = [
     "ModelReward",
@@ -205,7 +206,7 @@ class ModelReward(Reward):
 
     @abstractmethod
     def score(self, loaded: Any, request: RewardRequest) -> dict[str, Tensor]:
-        """Score at most `batch_size` rows: "values" [N], and details [N] under their names."""
+        """Score at most `batch_size` rows: "values" [N], details [N] under their names, and "applicable" [N] if not all rows are."""
 
     @torch.no_grad()
     def __call__(self, request: RewardRequest) -> RewardOutput:
@@ -218,7 +219,12 @@ class ModelReward(Reward):
             for start in range(0, len(request), self.batch_size)
         ]
         columns = {key: torch.cat([part[key].float().cpu() for part in parts]) for key in parts[0]}
-        return RewardOutput(values=columns.pop("values"), status=None, details=columns)
+        values, applicable = columns.pop("values"), columns.pop("applicable", None)
+        if applicable is None:
+            return RewardOutput(values=values, details=columns)
+        status = torch.where(torch.isfinite(values), int(RewardStatus.OK), int(RewardStatus.FAILED))
+        status = status.masked_fill(applicable == 0, int(RewardStatus.NOT_APPLICABLE)).to(torch.int8)
+        return RewardOutput(values=values, status=status, details=columns)
 
     def close(self) -> None:
         """Let go of the model; the next call loads it again."""
