@@ -1,12 +1,12 @@
 """ImageReward: how well people would like the image for its prompt, by BLIP's text encoder reading the image.
 
-Source: THUDM/ImageReward (arXiv 2304.05977), checkpoint ImageReward.pt (v1.0). A ViT-L/16 encodes the image, BLIP's BERT reads the
-prompt with cross-attention to it, an affine head scores the first token; (score - 0.1672) / 1.0333. Range -2.3 to 2.0. Every row
-with an image is applicable.
+Source: THUDM/ImageReward (arXiv 2304.05977), checkpoint ImageReward.pt (v1.0). A ViT-L/16 encodes the image, BLIP's BERT reads
+the prompt with cross-attention to it, an affine head scores the first token; (score - 0.1672) / 1.0333. Range -2.3 to 2.0. Every
+row with an image is applicable.
 
-The network is timm's ViT and the BERT of transformers' BLIP under the published parameter names, so the checkpoint loads strictly.
-The package `image-reward` (2023) needs internals of transformers that are gone. Departure: images and prompts are batched, where
-the reference goes image by image.
+The network is timm's ViT and the BERT of transformers' BLIP under the published parameter names, so the checkpoint loads
+strictly. The package `image-reward` (2023) needs internals of transformers that are gone. Departure: images and prompts are
+batched, where the reference goes image by image.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class _Blip(nn.Module):
             num_hidden_layers=sizes["text_layers"],
             num_attention_heads=sizes["text_heads"],
             max_position_embeddings=sizes["text_positions"],
+            bos_token_id=None,  # nothing is generated, and BLIP's ids do not exist in a small vocabulary
+            eos_token_id=None,
+            sep_token_id=None,
             is_decoder=True,  # gives the layers their cross-attention; the forward pass below is bidirectional
         )
         self.text_encoder = BlipTextModel(config, add_pooling_layer=False)

@@ -106,7 +106,9 @@ class Iqa(ModelReward):
                     return pyiqa.create_metric(self.metric, device=self.device, **options)
             except Exception as error:  # errors of urllib, torch, scipy and the hub's client
                 reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
-                place = self.weights or str(Path(torch.hub.get_dir()) / ("clip" if self.metric == "clipiqa" else "pyiqa"))
+                place = self.weights or str(
+                    Path(torch.hub.get_dir()) / ("clip" if self.metric == "clipiqa" else "pyiqa")
+                )
                 raise UserError(
                     f"iqa's weights: {known.file!r} of {self.metric} could not be loaded from {place!r} nor fetched "
                     f"({reason}). Run pyiqa.create_metric({self.metric!r}) once where there is network and copy that "

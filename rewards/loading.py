@@ -206,7 +206,7 @@ class ModelReward(Reward):
 
     @abstractmethod
     def score(self, loaded: Any, request: RewardRequest) -> dict[str, Tensor]:
-        """Score at most `batch_size` rows: "values" [N], details [N] under their names, and "applicable" [N] if not all rows are."""
+        """Score at most `batch_size` rows: "values" [N], details [N] by name, and "applicable" [N] if not all rows are."""
 
     @torch.no_grad()
     def __call__(self, request: RewardRequest) -> RewardOutput:

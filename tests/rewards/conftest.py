@@ -156,9 +156,10 @@ def nsfw_params(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def iqa_params(tmp_path_factory):
-    """BRISQUE with support vectors of our own; needs pyiqa."""
-    path = tmp_path_factory.mktemp("iqa") / "brisque.pth"
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.rand(36, 8, generator=generator) * 2 - 1
-    torch.save((torch.randn(8, 1, generator=generator), vectors), path)
-    return {"metric": "brisque", "weights": str(path), "device": "cpu"}
+    """MUSIQ with random weights; needs pyiqa."""
+    import pyiqa
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("iqa") / "musiq.pth"
+    torch.save(pyiqa.create_metric("musiq", device="cpu", pretrained=False).net.state_dict(), path)
+    return {"metric": "musiq", "weights": str(path), "device": "cpu"}

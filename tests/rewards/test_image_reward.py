@@ -66,7 +66,9 @@ class Reference:
             for part, given in (("query", x), ("key", source), ("value", source))
         )
         return self.norm(
-            f"{name}.output.LayerNorm", self.linear(f"{name}.output.dense", self.attend(query, key, value, mask)) + x, 1e-12
+            f"{name}.output.LayerNorm",
+            self.linear(f"{name}.output.dense", self.attend(query, key, value, mask)) + x,
+            1e-12,
         )
 
     def __call__(self, ids, mask, pixels):
