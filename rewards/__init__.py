@@ -1,18 +1,60 @@
 """Built-in rewards, one file each. A new one is a file here and a row in the table below.
 
-Nothing is imported until a reward is used: the table holds paths and the line that `visual-grpo list rewards` prints.
+Nothing is imported until a reward is used: the table holds paths and the line that `visual-grpo list rewards` prints; a reward of
+downloaded weights adds their size, their licence and the typical range of its values.
 """
+
+from collections.abc import Mapping
 
 if __name__.partition(".")[0] != "visual_grpo":
     raise ImportError(f"import this package as visual_grpo.rewards, not as {__name__}")
 
-TABLE: dict[str, tuple[str, str]] = {
+TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
+    "aesthetic": (
+        "visual_grpo.rewards.aesthetic:Aesthetic",
+        "Aesthetic rating of the image alone, by LAION's predictor v2.",
+        {"range": "4.5 to 6.5", "size": "1.7 GB", "licence": "MIT (CLIP), Apache-2.0 (head)"},
+    ),
     "brightness": ("visual_grpo.rewards.brightness:Brightness", "Mean pixel value, for tests and tutorials [0, 1]."),
+    "clip_score": (
+        "visual_grpo.rewards.clip_score:ClipScore",
+        "Fit of image and prompt by CLIP: diffusion_nft (cosine), paper or torchmetrics.",
+        {
+            "range": "0.22 to 0.33 (paper 0.4 to 0.9, torchmetrics 20 to 35)",
+            "size": "1.7 GB (paper 0.6 GB)",
+            "licence": "MIT",
+        },
+    ),
+    "dino_similarity": (
+        "visual_grpo.rewards.dino_similarity:DinoSimilarity",
+        "Likeness to a reference image by DINOv2.",
+        {"range": "-1 to 1", "size": "0.35 GB", "licence": "Apache-2.0"},
+    ),
     "exact_match": ("visual_grpo.rewards.exact_match:ExactMatch", "Extracted answer equals the gold answer (0 or 1)."),
     "format": ("visual_grpo.rewards.format:Format", "Think, think + answer, or a pattern of your own (0 or 1)."),
     "geneval": (
         "visual_grpo.rewards.geneval:GenEval",
         "Objects, counts, colours and positions of the prompt (up to 1).",
+        {"range": "0 to 1", "size": "none (testbed), 2 GB (mask2former)", "licence": "MIT (both weights)"},
+    ),
+    "hps_v2": (
+        "visual_grpo.rewards.hps_v2:HpsV2",
+        "Human preference for the image given its prompt, by HPS v2.0 or v2.1.",
+        {"range": "0.20 to 0.38", "size": "2 to 4 GB", "licence": "Apache-2.0"},
+    ),
+    "image_reward": (
+        "visual_grpo.rewards.image_reward:ImageReward",
+        "Human preference for the image given its prompt, by ImageReward v1.0.",
+        {"range": "-2.3 to 2.0", "size": "1.8 GB", "licence": "Apache-2.0"},
+    ),
+    "iqa": (
+        "visual_grpo.rewards.iqa:Iqa",
+        "Image quality by MUSIQ, MANIQA, CLIP-IQA, NIQE or BRISQUE, higher is better.",
+        {
+            "range": "musiq 0 to 100, maniqa and clipiqa 0 to 1, niqe -100 to 0, brisque -150 to 0",
+            "size": "up to 0.9 GB",
+            "licence": "PolyForm Noncommercial and S-Lab (pyiqa)",
+        },
     ),
     "jpeg_compressibility": (
         "visual_grpo.rewards.jpeg:JpegCompressibility",
@@ -24,10 +66,20 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.rewards.math_verify:MathVerify",
         "Mathematical equality with the gold answer (0 or 1).",
     ),
-    "ocr": ("visual_grpo.rewards.ocr:Ocr", "The prompt's quoted text is readable in the image [0, 1]."),
+    "nsfw": (
+        "visual_grpo.rewards.nsfw:Nsfw",
+        "Safety gate: 1 if a classifier calls the image safe, else 0.",
+        {"range": "0 or 1", "size": "0.34 GB", "licence": "Apache-2.0"},
+    ),
+    "ocr": (
+        "visual_grpo.rewards.ocr:Ocr",
+        "The prompt's quoted text is readable in the image [0, 1].",
+        {"range": "0 to 1", "size": "15 MB, in the package rapidocr", "licence": "Apache-2.0"},
+    ),
     "overlong": ("visual_grpo.rewards.length:Overlong", "DAPO's soft punishment of overlong answers [-1, 0]."),
     "pickscore": (
         "visual_grpo.rewards.pickscore:PickScore",
         "Human preference for the image given its prompt, by PickScore v1 (0.7 to 0.92).",
+        {"range": "0.7 to 0.92", "size": "3.9 GB", "licence": "MIT"},
     ),
 }

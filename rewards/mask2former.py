@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate, normalize
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import to_pil
-from visual_grpo.rewards.pickscore import load_weights
+from visual_grpo.rewards.loading import load_weights
 
 __all__ = ["COLORS", "ColorClassifier", "Instance", "Mask2FormerDetector", "find_instances"]
 

@@ -16,7 +16,7 @@ import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from visual_grpo.errors import UnknownNameError, UserError, did_you_mean
@@ -25,8 +25,8 @@ __all__ = ["ADAPTERS", "EVALS", "METHODS", "RECIPES", "REWARDS", "Registry", "Ta
 
 T = TypeVar("T")
 Decorated = TypeVar("Decorated")
-Table = Mapping[str, tuple[str, str]]
-"""Static table of built-ins: name -> ("module:attribute", one-line summary)."""
+Table = Mapping[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]]
+"""Static table of built-ins: name -> ("module:attribute", one-line summary[, further facts by name])."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class _Source:
     origin: str  # for people: where the claim was made
     summary: str = ""
     value: Any = None  # the object, for a decorator's claim
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_object(target: str, kind: str = "object") -> Any:
@@ -144,6 +145,10 @@ class Registry(Generic[T]):
         lines = (inspect.getdoc(source.value) or "").splitlines() if source.value is not None else []
         return lines[0] if lines else f"from {source.origin}"
 
+    def facts(self, name: str) -> dict[str, str]:
+        """Return what the built-in table says beside the summary (size, licence, range of a reward); imports nothing."""
+        return dict(self._source(name).facts)
+
     def origin(self, name: str) -> str:
         """Return where `name` comes from: "built-in", the distribution, or the file and line of the decorator."""
         return self._source(name).origin
@@ -174,7 +179,8 @@ class Registry(Generic[T]):
         summary = next((source.summary for source in sources if source.summary), "")
         first = sources[0]
         origin = next((source.origin for source in sources if source.origin == "built-in"), first.origin)
-        return _Source(target=first.target, origin=origin, summary=summary, value=first.value)
+        facts = next((source.facts for source in sources if source.facts), {})
+        return _Source(target=first.target, origin=origin, summary=summary, value=first.value, facts=facts)
 
     def _held_twice(self, name: str, sources: list[_Source]) -> str:
         claims = " and ".join(f"{source.target!r} ({source.origin})" for source in sources)
@@ -187,8 +193,10 @@ class Registry(Generic[T]):
             if self._builtin is not None:
                 module_name, _, attribute = self._builtin.partition(":")
                 table: Table = getattr(importlib.import_module(module_name), attribute)
-                for name, (target, summary) in table.items():
-                    found.setdefault(name, []).append(_Source(target=target, origin="built-in", summary=summary))
+                for name, (target, summary, *rest) in table.items():
+                    facts = rest[0] if rest else {}
+                    source = _Source(target=target, origin="built-in", summary=summary, facts=facts)
+                    found.setdefault(name, []).append(source)
             if self._group is not None:
                 for point in sorted(importlib.metadata.entry_points(group=self._group), key=_by_distribution):
                     dist = f"distribution {point.dist.name}" if point.dist is not None else "an installed package"

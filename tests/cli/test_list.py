@@ -21,10 +21,22 @@ def test_json_is_a_list_of_names_and_summaries(kind: str, capsys: pytest.Capture
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == sorted(row["name"] for row in rows)
     for row in rows:
-        assert set(row) == {"name", "summary", "origin", "target"}
+        assert set(row) - {"range", "size", "licence"} == {"name", "summary", "origin", "target"}
         assert row["summary"]
     assert main(["list", kind]) == 0
     assert "summary" in capsys.readouterr().out
+
+
+def test_rewards_of_downloaded_weights_state_range_size_and_licence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "rewards", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    for name in ("aesthetic", "clip_score", "hps_v2", "image_reward", "iqa", "nsfw", "dino_similarity", "pickscore"):
+        assert rows[name]["range"]
+        assert rows[name]["size"]
+        assert rows[name]["licence"]
+    assert "licence" not in rows["brightness"]
+    assert main(["list", "rewards"]) == 0
+    assert "licence" in capsys.readouterr().out
 
 
 def test_listing_imports_no_heavy_library() -> None:

@@ -43,6 +43,7 @@ HEAVY = {
     "transformers": OWNERS,
     "open_clip": OWNERS,
     "timm": OWNERS,
+    "pyiqa": ("visual_grpo.rewards",),
     "peft": (
         "visual_grpo.policy",
         "visual_grpo.checkpoint",

@@ -33,7 +33,12 @@ def request() -> RewardRequest:
     words, colors = ["SALE", "OPEN", "NOW", ""], ["red", "blue", "black", "white"]
     texts = ["<think>a</think> so \\boxed{4}", "the answer is <answer>12 cats</answer>", "", "#### 7 or 5"]
     metadata = [
-        {"answer": "4", "tag": "single_object", "include": [{"class": "square", "count": 1, "color": "red"}]},
+        {
+            "answer": "4",
+            "tag": "single_object",
+            "include": [{"class": "square", "count": 1, "color": "red"}],
+            "reference": Image.new("RGB", (48, 40), "red"),
+        },
         {"answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
         {"answer": "5"},
         {},
@@ -49,17 +54,24 @@ def request() -> RewardRequest:
     )
 
 
+WEIGHTS = {
+    "aesthetic", "clip_score", "dino_similarity", "hps_v2", "image_reward", "iqa", "nsfw", "pickscore",
+}  # fmt: skip
+"""Rewards of downloaded weights: fixture `<name>_params` gives small random ones of the same class."""
+
+
 def names() -> list[str]:
     return sorted(rewards.TABLE)
 
 
-@pytest.fixture(scope="module", params=names())
+def cases() -> list:
+    return [pytest.param(name, marks=pytest.mark.iqa) if name == "iqa" else name for name in names()]
+
+
+@pytest.fixture(scope="module", params=cases())
 def reward(request) -> Reward:
-    weights = {"pickscore": "tiny_clip"}.get(
-        request.param
-    )  # rewards of downloaded weights get random ones of the same class
-    folder = str(request.getfixturevalue(weights)) if weights else None
-    params = {"model": folder, "processor": folder} if folder else PARAMS.get(request.param)
+    name = request.param
+    params = request.getfixturevalue(f"{name}_params") if name in WEIGHTS else PARAMS.get(name)
     built = as_reward(request.param, params=params)
     built.name = request.param
     yield built

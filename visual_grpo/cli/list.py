@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from visual_grpo.registry import Registry
 
 
+FACTS = ("range", "size", "licence")
+"""What a reward of downloaded weights says about itself, in the order of the columns."""
+
+
 class Kind(StrEnum):
     """What can be listed."""
 
@@ -24,7 +28,8 @@ class Kind(StrEnum):
 def command(
     kind: Annotated[Kind, typer.Argument(help="What to list.")],
     as_json: Annotated[
-        bool, typer.Option("--json", help='Print a JSON list of {"name", "summary", "origin", "target"}.')
+        bool,
+        typer.Option("--json", help='Print a JSON list of {"name", "summary", "origin", "target"} and further facts.'),
     ] = False,
 ) -> None:
     """List models, methods, rewards, recipes or evals, with one line about each."""
@@ -43,8 +48,9 @@ def command(
         print_json(rows)
         return
     third_party = any(row["origin"] != "built-in" for row in rows)
-    columns = ["name", "summary", *(["origin"] if third_party else [])]
-    print_table("", columns, [[row[column] for column in columns] for row in rows])
+    facts = [fact for fact in FACTS if any(fact in row for row in rows)]
+    columns = ["name", "summary", *facts, *(["origin"] if third_party else [])]
+    print_table("", columns, [[row.get(column, "") for column in columns] for row in rows])
 
 
 def _row(names: Registry[Any], name: str) -> dict[str, str]:
@@ -56,6 +62,7 @@ def _row(names: Registry[Any], name: str) -> dict[str, str]:
             "summary": names.summary(name),
             "origin": names.origin(name),
             "target": names.target(name),
+            **names.facts(name),
         }
     except UserError as error:  # a name held twice must not hide the others
         return {"name": name, "summary": str(error), "origin": "conflict", "target": ""}
