@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "golden")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 from test_caption_gdpo import batch, close, config
 
 from visual_grpo.advantages import group_advantages
@@ -111,7 +112,7 @@ def test_a_constant_reward_changes_nothing_and_constant_groups_get_exactly_0(how
 @pytest.mark.parametrize("how", ALL)
 def test_a_reward_that_applies_to_some_rows(how: str) -> None:
     """The others keep their signal; a row without any part gets 0 and counts nowhere."""
-    rewards = batch([1.0, 0.0, 0.5, NAN, 0.2, 0.2], [0.5, NAN, NAN, NAN, 0.3, 0.2])
+    rewards = batch([1.0, 0.0, 0.5, NAN, 0.3, 0.2], [0.5, NAN, NAN, NAN, 0.3, 0.2])
     found = advantages(how, rewards, IDS)
     assert bool(found.isfinite().all())
     assert float(found[3]) == 0
