@@ -28,7 +28,7 @@ from visual_grpo.combination import (
 from visual_grpo.config import CombineConfig, RewardConfig, RunConfig, validate
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.normalise import Normalisers, RunningMoments
-from visual_grpo.reward import RewardRequest
+from visual_grpo.reward import RewardError, RewardRequest
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.types import RewardBatch, RewardStatus
 
@@ -265,6 +265,22 @@ def test_a_failed_gate_is_shut_and_its_row_fails() -> None:
     assert seen == ["ab"]
     assert found.status.tolist() == [[0, 2], [0, 0]]
     assert found.usable.tolist() == [False, True]
+
+
+def test_one_open_row_that_fails_is_dropped_and_named_by_its_own_number() -> None:
+    def cheap(texts: list[str]) -> list[float]:
+        return [float(text == "ab") for text in texts]
+
+    def broken(texts: list[str]) -> list[float]:
+        raise ConnectionError("away")
+
+    rewards = {"cheap": cheap, "dear": {"reward": broken, "retries": 0}}
+    with RewardSuite(rewards, gate={"cheap": 1.0}) as suite:
+        found = suite.score(RewardRequest.build(["p", "q", "r"], texts=["1", "ab", "2"]))
+        assert found.usable.tolist() == [True, False, True]
+        assert [(f.row, f.prompt) for f in suite.failures] == [(1, "q")]
+        with pytest.raises(RewardError, match="failed on every row that it applies to"):
+            suite.score(RewardRequest.build(["p", "q", "r"], texts=["ab", "ab", "2"]))
 
 
 def test_evaluations_compute_every_reward_everywhere() -> None:
