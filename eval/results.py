@@ -62,8 +62,8 @@ def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
     """Paired differences b - a of every figure that both results have, over the items that both have.
 
     Returns:
-        figure -> {a, b, difference, low, high, p_value, items}: 95 % paired bootstrap over items. `only_a` and `only_b` count the
-        items that are left out.
+        items; only_a, only_b: items without a partner; table: rows figure, a, b, value (mean of b - a), low, high (95 % paired
+        bootstrap over items), p_value, items.
 
     Raises:
         UserError: no results there, or no item in common.
@@ -73,27 +73,30 @@ def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
     if not shared:
         raise UserError(f"{str(a)!r} and {str(b)!r} have no item in common: they are evaluations of different sets.")
     names = dict.fromkeys(n for key in shared for n in left[key] if n != "item")
-    figures: dict[str, Any] = {}
+    table: list[dict[str, Any]] = []
     for name in names:
         pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
         kept = [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
         if kept:
             first, second = zip(*kept, strict=True)
             found = paired_bootstrap(first, second)
-            figures[name] = {
-                "a": sum(first) / len(first),
-                "b": sum(second) / len(second),
-                "difference": found.mean,
-                "low": found.low,
-                "high": found.high,
-                "p_value": found.p_value,
-                "items": found.count,
-            }
+            table.append(
+                {
+                    "figure": name,
+                    "a": sum(first) / len(first),
+                    "b": sum(second) / len(second),
+                    "value": found.mean,
+                    "low": found.low,
+                    "high": found.high,
+                    "p_value": found.p_value,
+                    "items": found.count,
+                }
+            )
     return {
-        "figures": figures,
         "items": len(shared),
         "only_a": len(left) - len(shared),
         "only_b": len(right) - len(shared),
+        "table": table,
     }
 
 

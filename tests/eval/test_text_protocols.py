@@ -309,16 +309,17 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_paired_differences(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     found = results.compare(*two)
-    average = found["figures"]["avg@4"]
+    rows = {row["figure"]: row for row in found["table"]}
+    average = rows["avg@4"]
     assert (average["a"], average["b"]) == (pytest.approx(0.625), pytest.approx(0.8125))
-    assert average["difference"] == pytest.approx(0.1875)
+    assert average["value"] == pytest.approx(0.1875)
     assert 0 < average["low"] < 0.1875 < average["high"]
     assert average["p_value"] < 0.01
-    assert found["figures"]["maj@4"]["difference"] == pytest.approx(0.25)
+    assert rows["maj@4"]["value"] == pytest.approx(0.25)
     assert main(["eval", "text", "--compare", str(two[0]), str(two[1])]) == 0
     assert "avg@4" in capsys.readouterr().out
     assert main(["eval", "text", "--compare", str(two[0]), str(two[1]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["figures"]["avg@4"]["items"] == 40
+    assert json.loads(capsys.readouterr().out)["table"][0]["items"] == 40
 
 
 def test_what_cannot_be_compared(two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,8 @@ def _compare(folders: tuple[Path, Path], as_json: bool) -> None:
         return
     left_out = f", {found['only_a']} and {found['only_b']} left out" if found["only_a"] or found["only_b"] else ""
     rows = [
-        [name, f["a"], f["b"], f["difference"], f"[{f['low']:+.4f}, {f['high']:+.4f}]", f["p_value"], f["items"]]
-        for name, f in found["figures"].items()
+        [f["figure"], f["a"], f["b"], f["value"], f"[{f['low']:+.4f}, {f['high']:+.4f}]", f["p_value"], f["items"]]
+        for f in found["table"]
     ]
     title = f"{folders[1]} against {folders[0]}: paired over {found['items']} items{left_out}"
     print_table(title, ["figure", "A", "B", "B - A", "95 % interval", "p", "items"], rows)
