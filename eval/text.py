@@ -1,10 +1,11 @@
-"""Text problems with several samples each: pass@k, avg@k, maj@k, with an interval over problems.
+"""Text problems with several samples each: pass@k, avg@k, maj@k, with intervals over problems.
 
 Source: card evaluation, section 8; pass@k is the unbiased estimator of arXiv 2107.03374. Truncated answers count as wrong.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 
 from visual_grpo.errors import UserError
 from visual_grpo.eval.images import read_lines
-from visual_grpo.eval.intervals import bootstrap_interval
+from visual_grpo.eval.judging import Answers, track
+from visual_grpo.eval.results import means, write_all
 from visual_grpo.reward import RewardRequest
 from visual_grpo.rewards.answers import extract_answer, normalise_answer, same_answer
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.types import RewardStatus
 
-__all__ = ["avg_at_k", "evaluate", "maj_at_k", "mean_pass_at_k", "pass_at_k", "summarise"]
+__all__ = ["avg_at_k", "by_problem", "evaluate", "maj_at_k", "mean_pass_at_k", "pass_at_k", "summarise"]
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -59,22 +61,23 @@ def maj_at_k(answers: Sequence[Sequence[str | None]], correct: Sequence[Sequence
         answers: extracted answers by problem; None where none was found, which is never the majority.
         correct: verdict on each; the one on the first sample with the majority answer counts.
     """
-    right = 0
-    for row, verdicts in zip(answers, correct, strict=True):
-        firsts: list[int] = []
-        votes: list[int] = []
-        for position, answer in enumerate(row):
-            if answer is None:
-                continue
-            known = next((i for i, first in enumerate(firsts) if _same(answer, row[first])), None)
-            if known is None:
-                firsts.append(position)
-                votes.append(1)
-            else:
-                votes[known] += 1
-        if votes:
-            right += bool(verdicts[firsts[votes.index(max(votes))]])
-    return right / len(answers)
+    return sum(majority_is_right(*row) for row in zip(answers, correct, strict=True)) / len(answers)
+
+
+def majority_is_right(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
+    """Whether the most frequent answer to one problem is right; see `maj_at_k`."""
+    firsts: list[int] = []
+    votes: list[int] = []
+    for position, answer in enumerate(answers):
+        if answer is None:
+            continue
+        known = next((i for i, first in enumerate(firsts) if _same(answer, answers[first])), None)
+        if known is None:
+            firsts.append(position)
+            votes.append(1)
+        else:
+            votes[known] += 1
+    return bool(votes) and bool(correct[firsts[votes.index(max(votes))]])
 
 
 def _same(answer: str, other: str | None) -> bool:
@@ -91,22 +94,49 @@ def summarise(
     *,
     ks: Sequence[int] = (1,),
 ) -> dict[str, Any]:
-    """Put all figures of a set of problems together; `interval` is the 95 % bootstrap over problems of avg@k."""
+    """Put all figures of a set of problems together.
+
+    Returns:
+        problems, samples, avg@n, pass@k of every k, maj@n and maj@k (of the first k samples); `intervals`: their 95 % bootstrap
+        over problems, the independent items, and `interval`, that of avg@n.
+    """
     if not correct or any(len(row) == 0 for row in correct):
         raise ValueError("a summary needs at least one problem, and a sample of each")
-    sizes = sorted({len(row) for row in correct})
-    interval = bootstrap_interval([sum(map(bool, row)) / len(row) for row in correct])
-    count = sizes[0] if len(sizes) == 1 else "n"
-    summary: dict[str, Any] = {
+    items = by_problem(correct, answers, ks=ks)
+    figures = means(items, [name for name in items[0] if name != "item"])
+    average = next(name for name in items[0] if name.startswith("avg@"))
+    return {
         "problems": len(correct),
         "samples": sum(map(len, correct)),
-        f"avg@{count}": avg_at_k(correct),
-        "interval": [interval.low, interval.high],
+        **figures,
+        "interval": figures["intervals"][average],
     }
-    summary |= {f"pass@{k}": mean_pass_at_k(correct, k) for k in ks}
-    if answers is not None:
-        summary[f"maj@{count}"] = maj_at_k(answers, correct)
-    return summary
+
+
+def by_problem(
+    correct: Sequence[Sequence[bool]],
+    answers: Sequence[Sequence[str | None]] | None = None,
+    *,
+    ks: Sequence[int] = (1,),
+    names: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """The figures of each problem by itself; their means over problems are those of the set."""
+    sizes = sorted({len(row) for row in correct})
+    count = sizes[0] if len(sizes) == 1 else "n"
+    items: list[dict[str, Any]] = []
+    for number, row in enumerate(correct):
+        right = sum(map(bool, row))
+        item: dict[str, Any] = {
+            "item": str(number) if names is None else names[number],
+            f"avg@{count}": right / len(row),
+        }
+        item |= {f"pass@{k}": pass_at_k(len(row), right, k) for k in ks}
+        if answers is not None:
+            some = {f"maj@{k}": majority_is_right(answers[number][:k], row[:k]) for k in ks if 1 < k < len(row)}
+            item |= {name: float(value) for name, value in some.items()}
+            item[f"maj@{count}"] = float(majority_is_right(answers[number], row))
+        items.append(item)
+    return items
 
 
 def evaluate(
@@ -117,6 +147,7 @@ def evaluate(
     reward: str = "math_verify",
     threshold: float = 1.0,
     ks: int | Sequence[int] = (1,),
+    score_batch: int = 64,
     model: str | None = None,
     adapter: str | Path | None = None,
     images: str | Path | None = None,
@@ -127,10 +158,11 @@ def evaluate(
         texts: JSON lines with `completion` (or `text`), perhaps `truncated`; the same number of lines for each problem, in the
             order of the prompt file.
         prompts: JSON lines with the problems and their gold answers.
-        out: folder for results.jsonl and summary.json.
+        out: folder for results.jsonl, items.jsonl, summary.json, and the verdicts that an interrupted run takes up again.
         reward: reward that judges an answer.
         threshold: least value that counts as correct.
-        ks: of pass@k.
+        ks: of pass@k and maj@k.
+        score_batch: completions scored at a time.
     """
     if texts is None or prompts is None:
         raise UserError("text needs a file of completions (texts=FILE.jsonl) and the problems (--prompts FILE.jsonl).")
@@ -143,34 +175,49 @@ def evaluate(
         raise UserError(f"ks is {ks}; there are {share} samples of each problem, so every k must lie in 1..{share}.")
     completions = [_completion(row, number, texts) for number, row in enumerate(rows, start=1)]
     metadata = [problems[i // share] for i in range(len(rows))]
-    with RewardSuite({reward: {"timeout_s": None, "retries": 0, "on_failed": "stop"}}) as suite:
-        scored = suite.score(
-            RewardRequest.build([str(row.get("prompt", "")) for row in metadata], texts=completions, metadata=metadata),
-            evaluation=True,
-        )
+    values = _score(reward, completions, metadata, None if out is None else Path(out) / "verdicts.jsonl", score_batch)
     truncated = [bool(row.get("truncated", False)) for row in rows]
-    applies = (scored.status[:, 0] == RewardStatus.OK).tolist()
-    if not any(applies):
+    if all(value is None for value in values):
         raise UserError(f"reward {reward!r} applies to no problem of {str(prompts)!r}: no gold answer could be read.")
-    values = scored.values[:, 0].tolist()
-    kept = [p for p in range(len(problems)) if all(applies[p * share : (p + 1) * share])]
-
-    def by_problem(column: Sequence[Any]) -> list[list[Any]]:
-        return [list(column[p * share : (p + 1) * share]) for p in kept]
-
-    correct = [a and v >= threshold and not t for a, v, t in zip(applies, values, truncated, strict=True)]
+    kept = [p for p in range(len(problems)) if None not in values[p * share : (p + 1) * share]]
+    correct = [v is not None and v >= threshold and not t for v, t in zip(values, truncated, strict=True)]
     answers = [extract_answer(text) for text in completions]
-    summary = summarise(by_problem(correct), by_problem(answers), ks=wanted)
+    right = [correct[p * share : (p + 1) * share] for p in kept]
+    given = [answers[p * share : (p + 1) * share] for p in kept]
+    summary = summarise(right, given, ks=wanted)
     summary |= {"without_gold": len(problems) - len(kept), "truncation_rate": sum(truncated) / len(truncated)}
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        lines = [
-            {"problem": i // share, "answer": answer, "correct": right, "truncated": cut}
-            for i, (answer, right, cut) in enumerate(zip(answers, correct, truncated, strict=True))
-        ]
-        (Path(out) / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        (Path(out) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    lines = [
+        {"problem": i // share, "answer": answer, "correct": verdict, "truncated": cut}
+        for i, (answer, verdict, cut) in enumerate(zip(answers, correct, truncated, strict=True))
+    ]
+    items = by_problem(right, given, ks=wanted, names=[str(p) for p in kept])
+    write_all(out, summary=summary, results=lines, items=items)
     return summary
+
+
+def _score(
+    reward: str, completions: Sequence[str], metadata: Sequence[dict[str, Any]], path: Path | None, batch: int
+) -> list[float | None]:
+    """Value of each completion, None where the reward does not apply; kept in `path`, so an interrupted run goes on."""
+    verdicts = Answers(path)
+    keys = [
+        hashlib.sha256(json.dumps([reward, text, row], sort_keys=True, default=str).encode()).hexdigest()[:32]
+        for text, row in zip(completions, metadata, strict=True)
+    ]
+    missing = [i for i in {key: i for i, key in enumerate(keys)}.values() if verdicts.get(keys[i]) is None]
+    parts = [missing[start : start + batch] for start in range(0, len(missing), batch)]
+    with RewardSuite({reward: {"timeout_s": None, "retries": 0, "on_failed": "stop"}}) as suite:
+        for part in track(parts, "scoring", len(parts)):
+            rows = [metadata[i] for i in part]
+            request = RewardRequest.build(
+                [str(row.get("prompt", "")) for row in rows], texts=[completions[i] for i in part], metadata=rows
+            )
+            scored = suite.score(request, evaluation=True)
+            applies = (scored.status[:, 0] == RewardStatus.OK).tolist()
+            for i, ok, value in zip(part, applies, scored.values[:, 0].tolist(), strict=True):
+                verdicts.put(keys[i], value=value if ok else None)
+    found = [verdicts.get(key) for key in keys]
+    return [None if record is None else record["value"] for record in found]
 
 
 def _completion(row: dict[str, Any], number: int, path: str | Path) -> str:

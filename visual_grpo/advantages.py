@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from visual_grpo.groups import StdKind, num_segments_of, segment_count, segment_mean, segment_range, segment_std
+from visual_grpo.groups import num_segments_of, segment_count, segment_mean, segment_range, segment_std
 
 Scope = Literal["group", "batch", "none"]
 AdvantageStd = Literal["bessel", "population", "none"]
@@ -164,9 +164,10 @@ def _check_matrix(values: Tensor, usable: Tensor | None, weights: Tensor) -> Non
         raise ValueError(f"usable must have the shape of values {list(values.shape)}, got {list(usable.shape)}")
 
 
-def _constant_groups(
-    values: Tensor, kept: Tensor, group_ids: Tensor, single_group: SingleGroup, flat_tol: float
+def constant_groups(
+    values: Tensor, kept: Tensor, group_ids: Tensor, single_group: SingleGroup = "zero", flat_tol: float = 1e-8
 ) -> Tensor:
+    """Tell in which groups every reward of `values` [N, R] is constant over its `kept` [N, R] entries: [S] bool."""
     constant = torch.ones(num_segments_of(group_ids), dtype=torch.bool, device=values.device)
     for column in range(values.shape[1]):
         constant &= flat_groups(values[:, column], group_ids, kept[:, column], flat_tol)
@@ -175,13 +176,64 @@ def _constant_groups(
     return constant
 
 
+def decoupled_sums(
+    values: Tensor,
+    usable: Tensor | None,
+    weights: Tensor,
+    group_ids: Tensor,
+    *,
+    scope: Scope = "group",
+    std: AdvantageStd = "bessel",
+    eps: float = 1e-4,
+    single_group: SingleGroup = "zero",
+    flat_tol: float = 1e-8,
+) -> Tensor:
+    """Add the weighted advantages that each reward has by itself: `S_i = sum_k w_k A_ik` (MixGRPO, arXiv 2507.21802).
+
+    Args:
+        values: rewards [N, R]; NaN means that this reward does not apply to this row, which adds 0.
+        usable: [N, R] bool, or `None` for every entry that is not NaN.
+        weights: [R].
+        group_ids: [N] int64.
+        scope, std, eps, single_group, flat_tol: of every reward's advantage, see `group_advantages`.
+
+    Returns:
+        [N] without gradient. A reward that is constant in its group adds exactly 0.
+
+    Raises:
+        ValueError: wrong shapes, or as in `group_advantages`.
+    """
+    _check_matrix(values, usable, weights)
+    wide, kept = _wide_and_kept(values, usable)
+    sums = torch.zeros_like(wide[:, 0])
+    for column, weight in enumerate(weights.to(wide)):
+        part = group_advantages(
+            wide[:, column],
+            group_ids,
+            scope=scope,
+            std=std,
+            eps=eps,
+            usable=kept[:, column],
+            single_group=single_group,
+            flat_tol=flat_tol,
+        )
+        sums = sums + weight * part
+    return sums
+
+
+def _wide_and_kept(values: Tensor, usable: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    return wide, ~wide.isnan() if usable is None else ~wide.isnan() & (usable != 0)
+
+
 def decoupled_advantages(
     values: Tensor,
     usable: Tensor | None,
     weights: Tensor,
     group_ids: Tensor,
     *,
-    std: StdKind = "bessel",
+    scope: Scope = "group",
+    std: AdvantageStd = "bessel",
     eps: float = 1e-4,
     single_group: SingleGroup = "zero",
     flat_tol: float = 1e-8,
@@ -190,14 +242,15 @@ def decoupled_advantages(
     """Normalise every reward inside its group before adding (GDPO, arXiv 2601.05242; TRL `normalize_then_sum`).
 
     `z_ik = (r_ik - mean_group_k) / (std_group_k + eps)`, `S_i = sum_k w_k z_ik`, and with `batch_step`
-    `A_i = (S_i - mean_all S) / (std_all S + eps)`. One reward is plain GRPO on `w r`, without the second step.
+    `A_i = (S_i - mean_all S) / (std_all S + eps)`. With `batch_step` one reward is plain GRPO on `w r`, without the second step.
 
     Args:
         values: rewards [N, R]; NaN means that this reward does not apply to this row.
         usable: [N, R] bool, or `None` for every entry that is not NaN.
         weights: [R].
         group_ids: [N] int64.
-        std: convention of both standard deviations.
+        scope: whose standard deviation divides a reward, see `group_advantages`.
+        std: convention of both standard deviations; "none" leaves both steps centred and undivided.
         eps: added to both standard deviations, outside the root.
         single_group: z of a reward that only one row of its group has: "zero", or "raw" for the reward itself.
         flat_tol: range up to which a reward counts as constant in its group and contributes exactly 0.
@@ -211,21 +264,19 @@ def decoupled_advantages(
         ValueError: wrong shapes, or as in `group_advantages`.
     """
     _check_matrix(values, usable, weights)
-    wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
-    kept = ~wide.isnan() if usable is None else ~wide.isnan() & (usable != 0)
+    wide, kept = _wide_and_kept(values, usable)
     normalise = partial(group_advantages, std=std, eps=eps, flat_tol=flat_tol)
-    if values.shape[1] == 1:
+    if batch_step and values.shape[1] == 1:
         total = wide[:, 0] * weights.to(wide)
-        return normalise(total, group_ids, usable=kept[:, 0], single_group=single_group)
-    sums = torch.zeros_like(wide[:, 0])
-    for column, weight in enumerate(weights.to(wide)):
-        z = normalise(wide[:, column], group_ids, usable=kept[:, column], single_group=single_group)
-        sums = sums + weight * z
+        return normalise(total, group_ids, scope=scope, usable=kept[:, 0], single_group=single_group)
+    sums = decoupled_sums(
+        wide, kept, weights, group_ids, scope=scope, std=std, eps=eps, single_group=single_group, flat_tol=flat_tol
+    )
     if not batch_step:
         return sums
     advantages = normalise(sums, torch.zeros_like(group_ids, dtype=torch.int64), usable=kept.any(dim=1))
     # The batch mean of the sums is 0 up to rounding, so without this line a flat group gets about 1e-17 and not 0.
-    constant = _constant_groups(wide, kept, group_ids, single_group, flat_tol)
+    constant = constant_groups(wide, kept, group_ids, single_group, flat_tol)
     return torch.where(constant[group_ids.long()], torch.zeros_like(advantages), advantages)
 
 

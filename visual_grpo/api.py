@@ -13,6 +13,7 @@ from visual_grpo.config_text import load_yaml, parse_overrides
 from visual_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from visual_grpo.method import MethodStack
     from visual_grpo.trainer import Result
 
 
@@ -82,17 +83,23 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     for check in stack.methods.values():
         check.check(config, sampling)
     check_geometry(config.train, int(os.environ.get("WORLD_SIZE", "1")), needs)
-    check_rewards(config)
+    check_rewards(config, stack)
     check_trackers(config.track)
     return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
 
 
-def check_rewards(config: RunConfig) -> None:
-    """Refuse a run without a reward to train on; the names are looked up when the suite is built, before the model."""
+def check_rewards(config: RunConfig, stack: MethodStack) -> None:
+    """Refuse a run without a reward to train on, or with a combination that cannot work.
+
+    The names are looked up when the suite is built, before the model.
+    """
+    from visual_grpo.combination import check_combination
+
     if all(reward.eval_only for reward in config.rewards.values()):
         raise UserError(
             "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
         )
+    check_combination(config, stack.provider("advantages"))
 
 
 def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:

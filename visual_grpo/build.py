@@ -10,6 +10,7 @@ import torch
 
 from visual_grpo.api import Plan
 from visual_grpo.checkpoint import export_model
+from visual_grpo.combination import row_combination
 from visual_grpo.config import DataConfig, to_yaml
 from visual_grpo.data import load_prompts
 from visual_grpo.distributed import Ranks
@@ -61,7 +62,10 @@ def build_suite(plan: Plan, device: torch.device) -> RewardSuite:
     Raises:
         UserError: a parameter that is wrong, or a reward that reads what the model does not make.
     """
-    suite = RewardSuite({k: v.model_dump() for k, v in plan.config.rewards.items()}, device=device)
+    combine = plan.config.combine
+    suite = RewardSuite(
+        plan.config.rewards, device=device, gate=combine.gate, closed=combine.closed, combine=row_combination(combine)
+    )
     suite.check_media([plan.media], model=f"adapter {plan.config.model.adapter!r}")
     return suite
 

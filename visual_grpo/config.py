@@ -11,27 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from visual_grpo.config_rewards import CombineConfig, RewardConfig
+from visual_grpo.config_section import Decay, Positive, Section, Seed
 from visual_grpo.errors import UserError
-
-Positive = Annotated[int, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class Section(BaseModel):
-    """Base of every configuration section."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads `on` and `yes` as True, which pydantic would take for 1."""
-        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError("a truth value stands where something else is meant")
-        return value
 
 
 class LoraConfig(Section):
@@ -70,19 +54,6 @@ class DataConfig(Section):
     limit: Positive | None = None
     shuffle: bool = True
     balance: str | None = Field(None, description="metadata key whose values take turns, for example tag")
-
-
-class RewardConfig(Section):
-    """One reward of the weighted sum."""
-
-    reward: str | None = Field(None, description="name or package.module:Name; null = the key")
-    weight: float = 1.0
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward's constructor")
-    timeout_s: Annotated[float, Field(gt=0)] | None = Field(120.0, description="of one call; null = none")
-    retries: Annotated[int, Field(ge=0)] = 2
-    on_failed: Literal["drop", "stop"] = "drop"
-    eval_only: bool = False
-    batch_size: Positive | None = None
 
 
 class AdvantageConfig(Section):
@@ -227,7 +198,9 @@ class SelfTestConfig(Section):
 class TrackConfig(Section):
     """Experiment trackers, through accelerate."""
 
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]] = []
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]] = (
+        Field(default_factory=list)
+    )
     project: str = "visual_grpo"
 
 
@@ -257,6 +230,11 @@ def _reward_map(value: Any) -> Any:
     return {k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
 
 
+def _combination(value: Any) -> Any:
+    """`name` as `{how: name}`."""
+    return {"how": value} if isinstance(value, str) else value
+
+
 MethodList = Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(_method_list)]
 RewardMap = Annotated[dict[str, RewardConfig], BeforeValidator(_reward_map)]
 
@@ -270,6 +248,7 @@ class RunConfig(Section):
     method: MethodList = Field(default=["grpo"], validate_default=True)
     data: DataConfig
     rewards: RewardMap
+    combine: Annotated[CombineConfig, BeforeValidator(_combination)] = CombineConfig()
     sampling: dict[str, Any] = Field(default_factory=dict)
     advantage: AdvantageConfig = AdvantageConfig()
     ratio: RatioConfig = RatioConfig()

@@ -18,8 +18,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from visual_grpo.advantages import group_advantages, soft_clip
+from visual_grpo.advantages import soft_clip
 from visual_grpo.aggregation import Totals, aggregation_coefficients
+from visual_grpo.combination import combined_advantages, on_all_processes
 from visual_grpo.config import RunConfig, validate
 from visual_grpo.errors import UserError
 from visual_grpo.objectives import Metrics, cispo_surrogate, clipped_surrogate, sapo_surrogate, vespo_surrogate
@@ -173,17 +174,14 @@ class Method(Generic[C]):
 
     def advantages(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """Exclusive. [N], [N, T] or [N, T, *map], over the rows of all processes."""
-        total, ids = rewards.total().double(), rollouts.group_ids
-        options = state.config.advantage
-        everywhere = group_advantages(
-            state.ranks.gather(total),
-            state.ranks.gather(ids),
-            scope=options.scope,
-            std=options.std,
-            eps=options.eps,
-            single_group=options.single_group,
+        ranks = state.ranks
+        everywhere = combined_advantages(
+            on_all_processes(rewards, ranks),
+            ranks.gather(rollouts.group_ids),
+            ranks.gather(rollouts.unit_mask.sum(1).cpu()),
+            state.config,
         )
-        return state.ranks.mine(everywhere, len(total))
+        return ranks.mine(everywhere, len(rewards))
 
     def adjust_advantages(
         self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState
@@ -286,6 +284,10 @@ class MethodStack:
         if hook in EXCLUSIVE:
             return getattr(self._providers[hook], hook)
         raise AttributeError(hook)
+
+    def provider(self, hook: str) -> str | None:
+        """The method that fills an exclusive hook; None where the core does."""
+        return next((name for name, method in self.methods.items() if fills(method, hook)), None)
 
     def provides(self, hook: str) -> bool:
         """True where a method of the stack fills `hook`."""

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_grpo.advantages import flat_groups
+from visual_grpo.combination import on_all_processes, signal
 from visual_grpo.distributed import Ranks
 from visual_grpo.loss import RATIO_BINS, LossInputs
+from visual_grpo.method import LoopState
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
 Figures = Mapping[str, tuple[Tensor, Tensor]]
@@ -72,7 +75,9 @@ def reward_figures(rewards: RewardBatch, rollouts: RolloutBatch) -> dict[str, tu
     if rewards.clean is not None:
         out["reward_shaped/total"] = _mean(rewards.total())
     for k, name in enumerate(clean.names):
+        applies = clean.status[:, k] != RewardStatus.NOT_APPLICABLE
         out[f"reward/{name}"] = _mean(clean.values[:, k], clean.status[:, k] == RewardStatus.OK)
+        out[f"applies/{name}"] = (applies.sum(), torch.tensor(len(applies)))
     for name, values in clean.details.items():
         out[f"reward/{name}"] = _mean(values.float())
     failed = (clean.status == RewardStatus.FAILED).any(1)
@@ -82,6 +87,25 @@ def reward_figures(rewards: RewardBatch, rollouts: RolloutBatch) -> dict[str, tu
     if rollouts.truncated is not None:
         out["truncated"] = _mean(rollouts.truncated.float().cpu())
     return out
+
+
+def flat_rows(rewards: RewardBatch, group_ids: Tensor, state: LoopState, stats: Stats) -> Tensor:
+    """[n] bool, rows whose whole group (its rows of all processes) has nothing to learn from.
+
+    Sets the share of such groups, `flat_groups`, and with several rewards that of each by itself, `flat_groups/NAME`.
+    """
+    everywhere, ids = on_all_processes(rewards, state.ranks), state.ranks.gather(group_ids)
+    if len(ids) == 0:
+        return torch.zeros(0, dtype=torch.bool)
+    _, dense = torch.unique(ids, return_inverse=True)
+    flat = flat_groups(signal(everywhere, dense, state.config), dense)
+    stats.set("flat_groups", float(flat.float().mean()))
+    if len(rewards.names) > 1:
+        ok = everywhere.status == RewardStatus.OK
+        for k, name in enumerate(rewards.names):
+            alone = flat_groups(everywhere.values[:, k], dense, ok[:, k])
+            stats.set(f"flat_groups/{name}", float(alone.float().mean()))
+    return state.ranks.mine(flat[dense], len(rewards))
 
 
 def group_figures(rows: LossInputs, advantages: Tensor, world: int) -> dict[str, tuple[Tensor, Tensor]]:

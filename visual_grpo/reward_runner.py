@@ -57,7 +57,8 @@ class RewardSpec:
         if isinstance(given, RewardSpec):
             return given
         if hasattr(given, "model_dump"):
-            given = given.model_dump()
+            given = dict(given.model_dump())
+            given.pop("normalise", None)  # of the loop: a suite gives raw scores
         if isinstance(given, (int, float)) and not isinstance(given, bool):
             given = {"weight": given}
         elif callable(given):

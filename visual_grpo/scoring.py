@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import RewardError, RewardOutput, RewardRequest
@@ -46,18 +47,32 @@ class RewardSuite:
     tensor([2., 2.])
     """
 
-    def __init__(self, config: Mapping[str, Any], *, device: torch.device | str = "cpu", workers: int = 1) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        device: torch.device | str = "cpu",
+        workers: int = 1,
+        gate: Mapping[str, float] | None = None,
+        closed: float = 0.0,
+        combine: Callable[[RewardBatch], Tensor] | None = None,
+    ) -> None:
         """Resolve and build every reward (a mistake in the config is an error here); engines load at the first call.
 
         Args:
             config: {name or "package.module:Name": weight, mapping of `RewardSpec` fields, or a reward}.
             device: for rewards that take a `device` and are not given one.
             workers: requests that `submit` scores at a time; calls of one reward never overlap.
+            gate: {reward: least value}: in training the other rewards are computed only on rows that reach all of these (a
+                gate that does not apply to a row is open there); in evaluations every reward is computed on every row.
+            closed: value of the other rewards on rows that do not.
+            combine: makes `RewardBatch.total` of several rewards; None: the weighted sum.
         """
         if not config:
             raise UserError("no rewards are configured; give at least one, such as rewards: {geneval: 1.0}.")
         specs = [RewardSpec.parse(name, given) for name, given in config.items()]
         self._runners = [RewardRunner(spec, torch.device(device)) for spec in specs]
+        self._gate, self._closed, self._combine = dict(gate or {}), closed, combine
         self._workers = workers
         self._pool: DaemonWorkers | None = None
         self._failures: deque[RewardFailure] = deque(maxlen=200)
@@ -105,11 +120,18 @@ class RewardSuite:
         runners = self._chosen(evaluation)
         produced = [name for name in ("images", "texts") if getattr(request, name) is not None]
         self.check_media(produced, model="this request")
-        outputs = []
-        for runner in runners:
-            output, errors = runner.run(request)
-            self._report(runner.spec, request, output, errors)
-            outputs.append(output)
+        gate = {} if evaluation else self._gate
+        found: dict[str, RewardOutput] = {}
+        is_open = torch.ones(len(request), dtype=torch.bool)
+        for runner in sorted(runners, key=lambda r: r.spec.name not in gate):  # gates first
+            name = runner.spec.name
+            behind = bool(gate) and name not in gate
+            rows = torch.nonzero(is_open).flatten().tolist() if behind else list(range(len(request)))
+            output = self._run(runner, request, rows)
+            if name in gate:
+                is_open &= (output.status == RewardStatus.NOT_APPLICABLE) | (output.values >= gate[name])
+            found[name] = spread(output, rows, len(request), self._closed) if behind else output
+        outputs = [found[runner.spec.name] for runner in runners]
         names = tuple(runner.spec.name for runner in runners)
         return RewardBatch(
             names=names,
@@ -117,7 +139,16 @@ class RewardSuite:
             status=torch.stack([output.status for output in outputs if output.status is not None], dim=1),
             weights=torch.tensor([runner.spec.weight for runner in runners], dtype=torch.float32),
             details={f"{name}/{k}": v for name, o in zip(names, outputs, strict=True) for k, v in o.details.items()},
+            combine=self._combine,
         )
+
+    def _run(self, runner: RewardRunner, request: RewardRequest, rows: list[int]) -> RewardOutput:
+        """One reward on `rows`; failures are logged, or end the run."""
+        if not rows:
+            return RewardOutput(values=torch.zeros(0), status=torch.zeros(0, dtype=torch.int8))
+        output, errors = runner.run(request.take(rows))
+        self._report(runner.spec, request, rows, output, {rows[i]: error for i, error in errors.items()})
+        return output
 
     def submit(self, request: RewardRequest, *, evaluation: bool = False) -> Future[RewardBatch]:
         """Score in the background, so that the next prompts can be sampled meanwhile."""
@@ -146,9 +177,14 @@ class RewardSuite:
         return chosen
 
     def _report(
-        self, spec: RewardSpec, request: RewardRequest, output: RewardOutput, errors: Mapping[int, BaseException]
+        self,
+        spec: RewardSpec,
+        request: RewardRequest,
+        asked: Sequence[int],
+        output: RewardOutput,
+        errors: Mapping[int, BaseException],
     ) -> None:
-        """Log failed rows, or end the run over them."""
+        """Log failed rows, or end the run over them: `output` is that of the rows `asked`, `errors` goes by row of `request`."""
         if not errors:
             return
         failures = [
@@ -164,7 +200,8 @@ class RewardSuite:
         rows = ", ".join(str(failure.row) for failure in failures[:8]) + (", ..." if len(failures) > 8 else "")
         prompt = first.prompt if len(first.prompt) <= 80 else first.prompt[:77] + "..."
         where = f"row(s) {rows} of {len(request)} (row {first.row}: {prompt!r}): {reason}"
-        if scored == 0:
+        lone = len(asked) == 1 < len(request)  # behind a gate: one bad sample is no broken reward
+        if scored == 0 and not lone:
             raise RewardError(f"reward {spec.name!r} failed on every row that it applies to, {where}.") from cause
         if spec.on_failed == "stop":
             raise RewardError(
@@ -172,3 +209,20 @@ class RewardSuite:
                 f"rewards.{spec.name}.on_failed: drop."
             ) from cause
         logger.warning("reward %r failed on %s; these rows are left out.", spec.name, where)
+
+
+def spread(output: RewardOutput, rows: Sequence[int], count: int, closed: float) -> RewardOutput:
+    """Scores of the open `rows` among `count`; the others have the value `closed`.
+
+    Details: `open`, 1 where the reward was computed, and `scored`, its value there.
+    """
+    at = torch.tensor(rows, dtype=torch.long)
+    values, status = torch.full((count,), float(closed)), torch.zeros(count, dtype=torch.int8)
+    opened, scored = torch.zeros(count), torch.full((count,), torch.nan)
+    assert output.status is not None
+    values[at], status[at] = output.values, output.status
+    opened[at], scored[at] = 1.0, output.values
+    details = {"open": opened, "scored": scored}
+    for key, figure in output.details.items():
+        details[key] = torch.full((count,), torch.nan).index_copy(0, at, figure)
+    return RewardOutput(values=values, status=status, details=details)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
 from visual_grpo.aggregation import Totals
+from visual_grpo.combination import on_all_processes, signal
 from visual_grpo.errors import RunError
 from visual_grpo.loss import LossInputs, passes
 from visual_grpo.method import LoopState, MethodStack
@@ -111,8 +112,8 @@ def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
 
 
 def _unequal_rewards(rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Check:
-    total, ids = state.ranks.gather(rewards.total()), state.ranks.gather(rollouts.group_ids)
-    flat = flat_groups(total, ids)
+    ids = state.ranks.gather(rollouts.group_ids)
+    flat = flat_groups(signal(on_all_processes(rewards, state.ranks), ids, state.config), ids)
     live = int((~flat).sum())
     status, hint = (
         ("ok", "")

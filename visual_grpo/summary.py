@@ -31,9 +31,14 @@ def paired_difference(
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of values and details that every sample has."""
-    names = [*rows[0]["values"], *rows[0]["details"]]
-    return [n for n in names if all({**r["values"], **r["details"]}.get(n) is not None for r in rows)]
+    """Names of values and details that a sample has: a reward may apply to a part of them."""
+    names = dict.fromkeys(n for part in ("values", "details") for r in rows for n in r[part])
+    return [n for n in names if any(_figure(r, n) is not None for r in rows)]
+
+
+def _figure(row: dict[str, Any], name: str) -> float | None:
+    value: float | None = {**row["values"], **row["details"]}.get(name)
+    return value
 
 
 def print_summary(result: Result) -> None:
@@ -60,15 +65,22 @@ def print_summary(result: Result) -> None:
 
 
 def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows (figure, task, before, after, change, interval); the mean of the tasks last."""
+    """Rows (figure, task, before, after, change, interval); the mean of the tasks last.
+
+    A figure that only some samples have is compared on those that have it both times, and its name says on how many.
+    """
     out: list[tuple[str, ...]] = []
     n = min(len(before), len(after))
     before, after = before[:n], after[:n]
     shared = [f for f in figures_of(before) if f in figures_of(after)]
-    tags = [str(r["tag"]) for r in after] if all(r["tag"] is not None for r in after) else None
-    for name in shared:
-        x = np.asarray([{**r["values"], **r["details"]}[name] for r in before], dtype=float)
-        y = np.asarray([{**r["values"], **r["details"]}[name] for r in after], dtype=float)
+    tagged = all(r["tag"] is not None for r in after)
+    for figure in shared:
+        both = [i for i in range(n) if None not in (_figure(before[i], figure), _figure(after[i], figure))]
+        if not both:
+            continue
+        name = figure if len(both) == n else f"{figure} (n={len(both)})"
+        tags = [str(after[i]["tag"]) for i in both] if tagged else None
+        x, y = (np.asarray([_figure(rows[i], figure) for i in both], dtype=float) for rows in (before, after))
         if tags is not None:
             labels = np.asarray(tags)
             for tag in sorted(set(tags)):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from visual_grpo import checkpoint as ckpt
-from visual_grpo.advantages import flat_groups
 from visual_grpo.aggregation import Totals
 from visual_grpo.alarms import Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
@@ -29,7 +28,8 @@ from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
 from visual_grpo.loss import LossInputs, fixed_weights, passes
 from visual_grpo.method import LoopState, MethodStack
-from visual_grpo.metrics import Stats, group_figures, reward_figures, step_histograms
+from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
+from visual_grpo.normalise import Normalisers
 from visual_grpo.optimizer import Optimizer
 from visual_grpo.policy import Policy
 from visual_grpo.schedules import ema_decay, ema_is_due
@@ -78,6 +78,7 @@ class Trainer:
         self.geometry = check_geometry(config.train, ranks.world, stack.needs)
         self.source = PromptSource(train_prompts, config.data, config.train.seed)
         self.optimizer = Optimizer(policy.trainable, config.train.optimizer, self.geometry.optimizer_steps)
+        self.normalisers = Normalisers(config.rewards)
         self.alarms = Alarms(config.alarms)
         self.watchdog: Watchdog = writer.watchdog
         self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
@@ -122,6 +123,7 @@ class Trainer:
         with self.watchdog.phase("rollout"):
             rollouts, rewards = self.collect(self._draw())
         with self.watchdog.phase("score"):
+            rewards = self.normalisers.observe(rewards, self.ranks)
             scored = rollouts, self.stack.shaped(rewards, rollouts, self.state)
             rollouts, rewards = self.stack.after_score(*scored, self.state)
         if not self.tested:
@@ -172,7 +174,7 @@ class Trainer:
             return self.stack.score(rollouts, rewards, self.state)
 
     def _shaped_score(self, rollouts: RolloutBatch) -> RewardBatch:
-        return self.stack.shaped(self._score(rollouts), rollouts, self.state)
+        return self.stack.shaped(self.normalisers(self._score(rollouts)), rollouts, self.state)
 
     def collect(self, prompts: PromptBatch) -> tuple[RolloutBatch, RewardBatch]:
         """Sample and score whole groups, `rollout_batch` rows at a time; scoring overlaps the sampling of the next rows."""
@@ -203,7 +205,7 @@ class Trainer:
         advantages = self.stack.adjusted(
             self.stack.advantages(rewards, rollouts, self.state), rewards, rollouts, self.state
         )
-        flat = self._flat_rows(rewards, rollouts, stats)
+        flat = flat_rows(rewards, rollouts.group_ids, self.state, stats)
         weights = torch.ones(rollouts.unit_mask.shape)
         weights = self.stack.chain("unit_weights", weights, rewards, rollouts, self.state)
         rows = fixed_weights(
@@ -213,16 +215,6 @@ class Trainer:
             rows = rows.select(torch.nonzero(~flat).flatten())
         stats.update(group_figures(rows, advantages, self.ranks.world))
         return rows, advantages
-
-    def _flat_rows(self, rewards: RewardBatch, rollouts: RolloutBatch, stats: Stats) -> Tensor:
-        """[n] bool, rows whose whole group (its rows of all processes) has equal rewards."""
-        total, ids = self.ranks.gather(rewards.total()), self.ranks.gather(rollouts.group_ids)
-        if len(ids) == 0:
-            return torch.zeros(0, dtype=torch.bool)
-        _, dense = torch.unique(ids, return_inverse=True)
-        flat = flat_groups(total, dense)
-        stats.set("flat_groups", float(flat.float().mean()))
-        return self.ranks.mine(flat[dense], len(rewards))
 
     # -- update -----------------------------------------------------------------------------------------------------------------
 
@@ -298,6 +290,7 @@ class Trainer:
                     "trained_s": self.trained_s,
                     "metrics_size": self.writer.folder.metrics_size,
                     "methods": self.stack.state_dict(),
+                    "normalisers": self.normalisers.state_dict(),
                     "alarms": self.alarms.state_dict(),
                 }
                 ckpt.save_checkpoint(
@@ -319,6 +312,7 @@ class Trainer:
             self.source.cursor = int(state["cursor"])
             self.trained_s = float(state["trained_s"])
             self.stack.load_state_dict(state["methods"])
+            self.normalisers.load_state_dict(state.get("normalisers", {}))
             self.alarms.load_state_dict(state["alarms"])
             for rng in state["rng"][self.ranks.rank : self.ranks.rank + 1]:  # none where there were fewer processes
                 ckpt.set_rng_state(rng)

@@ -6,7 +6,7 @@ Letters: `B` prompts, `G` samples a prompt, `N = B * G` rows, `T` units a row (t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Literal
@@ -216,6 +216,8 @@ class RewardBatch:
     """further figures of single rewards, each [N], keyed `reward/figure`, for logs and evaluations."""
     clean: RewardBatch | None = None
     """the scores before `shape_rewards`; None where nothing was shaped."""
+    combine: Callable[[RewardBatch], Tensor] | None = None
+    """makes one number a row [N] of `values`, in place of the weighted sum (`combine.how`)."""
 
     def __len__(self) -> int:
         return int(self.values.shape[0])
@@ -226,7 +228,12 @@ class RewardBatch:
         return (self.status == RewardStatus.OK).any(1) & ~(self.status == RewardStatus.FAILED).any(1)
 
     def total(self) -> Tensor:
-        """[N] float32: weighted sum of the parts that apply (weights are not renormalised), NaN on rows that are not usable."""
+        """[N] float32: `combine`, or else the weighted sum of the parts that apply; NaN on rows that are not usable.
+
+        Weights are not renormalised where a part does not apply.
+        """
+        if self.combine is not None:
+            return torch.where(self.usable, self.combine(self), torch.nan)
         ok = self.status == RewardStatus.OK
         weighted = torch.where(ok, self.values, 0.0) * self.weights
         return torch.where(self.usable, weighted.sum(1), torch.nan)
@@ -255,6 +262,7 @@ class RewardBatch:
             status=torch.cat([p.status for p in parts]),
             weights=first.weights,
             details=details,
+            combine=first.combine,
             clean=None
             if any(p.clean is None for p in parts)
             else RewardBatch.concat([p.clean for p in parts if p.clean is not None]),

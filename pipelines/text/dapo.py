@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from visual_grpo.advantages import flat_groups, overlong_penalty
+from visual_grpo.combination import signal
 from visual_grpo.config import (
     DataConfig,
     EvalConfig,
@@ -107,10 +108,10 @@ def _groups(rollouts: RolloutBatch, state: LoopState) -> Tensor:
 
 def _live(rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState) -> tuple[RolloutBatch, RewardBatch]:
     """Rows of groups whose clean scores differ; groups are whole on their process."""
-    total = (rewards if rewards.clean is None else rewards.clean).total()
+    clean = rewards if rewards.clean is None else rewards.clean
     failed = (rewards.status == RewardStatus.FAILED).any(1)
     _, dense = torch.unique(rollouts.group_ids, return_inverse=True)
-    flat = flat_groups(torch.where(failed, torch.nan, total), dense)
+    flat = flat_groups(torch.where(failed, torch.nan, signal(clean, dense, state.config)), dense)
     rows = torch.nonzero(~flat[dense]).flatten()
     return rollouts.select(rows), rewards.select(rows)
 

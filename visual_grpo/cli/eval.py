@@ -41,10 +41,14 @@ def command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for results and samples.")
     ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Paired differences B - A of two --out folders; scores nothing."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Evaluate a model (--model), or images or texts that exist already, under a published protocol."""
-    from visual_grpo.cli.output import as_mapping, print_json, print_mapping
+    from visual_grpo.cli.output import as_mapping, print_figures, print_json
     from visual_grpo.config_text import parse_overrides
     from visual_grpo.errors import UserError
     from visual_grpo.registry import EVALS
@@ -52,6 +56,11 @@ def command(
     EVALS.target(name)  # an unknown name is refused before anything is loaded
     sources = {"--model": model, "--images": images, "--texts": texts}
     given = [option for option, value in sources.items() if value is not None]
+    if compare is not None:
+        if given or options:
+            raise UserError(f"--compare reads two folders of results; leave out {(given + (options or []))[0]}.")
+        _compare(compare, as_json)
+        return
     if len(given) != 1:
         raise UserError(
             f"visual-grpo eval needs one of --model PATH, --images DIR and --texts FILE; "
@@ -73,4 +82,22 @@ def command(
     if as_json:
         print_json(values)
     else:
-        print_mapping(name, values)
+        print_figures(name, values)
+
+
+def _compare(folders: tuple[Path, Path], as_json: bool) -> None:
+    """Print the paired differences of two results."""
+    from visual_grpo.cli.output import print_json, print_table
+    from visual_grpo.registry import load_object
+
+    found = load_object("visual_grpo.eval.results:compare")(*folders)
+    if as_json:
+        print_json(found)
+        return
+    left_out = f", {found['only_a']} and {found['only_b']} left out" if found["only_a"] or found["only_b"] else ""
+    rows = [
+        [f["figure"], f["a"], f["b"], f["value"], f"[{f['low']:+.4f}, {f['high']:+.4f}]", f["p_value"], f["items"]]
+        for f in found["table"]
+    ]
+    title = f"{folders[1]} against {folders[0]}: paired over {found['items']} items{left_out}"
+    print_table(title, ["figure", "A", "B", "B - A", "95 % interval", "p", "items"], rows)

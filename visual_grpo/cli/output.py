@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["as_mapping", "print_json", "print_mapping", "print_table"]
+__all__ = ["as_mapping", "print_figures", "print_json", "print_mapping", "print_table"]
 
 
 def as_mapping(result: Any) -> dict[str, Any]:
@@ -62,6 +62,19 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 def print_mapping(title: str, values: Mapping[str, Any]) -> None:
     """Print the scalars of a (nested) mapping as a table of two columns; lists and long texts are left to `--json`."""
     print_table(title, ["", "value"], [[key, value] for key, value in _scalars(values)])
+
+
+def print_figures(title: str, values: Mapping[str, Any]) -> None:
+    """`print_mapping` of a result whose `intervals` hold [low, high] of some of its figures: these get a column."""
+    intervals = values.get("intervals")
+    if not isinstance(intervals, Mapping) or not intervals:
+        print_mapping(title, values)
+        return
+    rows = []
+    for key, value in _scalars({k: v for k, v in values.items() if k != "intervals"}):
+        ends = intervals.get(key)
+        rows.append([key, value, "" if ends is None else f"[{ends[0]:.4f}, {ends[1]:.4f}]"])
+    print_table(title, ["", "value", "95 % interval"], rows)
 
 
 def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -80,7 +80,8 @@ class Run:
         order = [*self.weights, *names]  # rows have sorted keys: take the order of the config
         names.sort(key=order.index)
         details = sorted({d for rows in self.rows.values() for row in rows for d in row.get("details") or {}})
-        return ([TOTAL] if len(self.weights) > 1 else []) + names + details
+        summed = (self.config.get("combine") or {}).get("how", "sum") in ("sum", "gate")
+        return ([TOTAL] if len(self.weights) > 1 and summed else []) + names + details
 
     def samples(self, step: int, score: str) -> list[Sample]:
         """The values of one score in the evaluation at `step`; samples it does not apply to are left out."""

@@ -1,0 +1,190 @@
+"""Judges: a language or vision-language model behind one call, asked many questions, resumable and in order.
+
+A judge is any callable `judge(prompt, image=None) -> str` (the image is RGB, `PIL.Image`); it should answer the same question the
+same way (temperature 0). What it said is kept in a file by a key of the question, so an interrupted evaluation asks only what is
+missing, and nothing depends on the order or the number of workers. An answer that cannot be read is asked for again a bounded
+number of times and then counts as failed: never as a score.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from PIL import Image, ImageOps
+
+from visual_grpo.errors import RunError, UserError
+from visual_grpo.registry import load_object
+
+__all__ = ["Answers", "Judge", "Question", "ask", "judge_name", "load_judge", "parse_json", "track"]
+
+T = TypeVar("T")
+
+
+class Judge(Protocol):
+    """Answers one question; called from several threads at a time."""
+
+    def __call__(self, prompt: str, image: Image.Image | None = None) -> str:
+        """Return the model's text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Generic[T]):
+    """One question and how its answer is read."""
+
+    prompt: str
+    read: Callable[[str], T]
+    """raises ValueError where the answer cannot be read."""
+    image: Path | None = None
+
+    def key(self, judge: str) -> str:
+        """Changes with everything that the answer depends on."""
+        content = [judge, self.prompt, None if self.image is None else self.image.name]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def load_judge(given: Any) -> Judge:
+    """A callable, "package.module:function", or "package.module:Class" (built without arguments).
+
+    Raises:
+        UserError: nothing given, or what is given cannot be called.
+    """
+    if given is None:
+        raise UserError(
+            "this protocol needs a judge: judge=package.module:function, called with (prompt, image) and returning a text"
+        )
+    target = load_object(given, "judge") if isinstance(given, str) else given
+    if inspect.isclass(target):
+        target = target()
+    if not callable(target):
+        raise UserError(f"judge {given!r} is {type(target).__name__}, which cannot be called.")
+    judge: Judge = target
+    return judge
+
+
+def judge_name(given: Any) -> str:
+    """What to call a judge in a summary and in the keys of its answers."""
+    name = given if isinstance(given, str) else getattr(given, "name", getattr(given, "__qualname__", None))
+    return str(name or type(given).__qualname__)
+
+
+def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """Go through `items` with a progress bar on stderr, so that what a command prints stays clean."""
+    from rich.console import Console
+    from rich.progress import track as rich_track
+
+    yield from rich_track(items, description=description, total=total, console=Console(stderr=True), disable=total == 0)
+
+
+class Answers:
+    """JSON lines of {"key", ...}; appended and flushed one by one. A line that was cut off by a kill is dropped."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what is there; None keeps nothing on disk."""
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            if len(whole) < len(lines):
+                path.write_text("".join(whole), encoding="utf-8")
+            self._found = {record["key"]: record for record in map(json.loads, whole)}
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The record under `key`."""
+        return self._found.get(key)
+
+    def put(self, key: str, **record: Any) -> None:
+        """Keep a record."""
+        self._found[key] = {"key": key, **record}
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self._found[key]) + "\n")
+
+
+def ask(
+    judge: Any,
+    questions: Sequence[Question[T]],
+    *,
+    answers: Answers | None = None,
+    workers: int = 8,
+    retries: int = 2,
+    description: str = "judging",
+) -> list[T | None]:
+    """Ask every question once, in parallel; equal questions share one answer.
+
+    Returns:
+        What was read of each answer, in order; None where the judge failed or could not be read.
+
+    Raises:
+        RunError: the judge failed on every question.
+    """
+    name, call = judge_name(judge), load_judge(judge)
+    store = answers or Answers(None)
+    keys = [question.key(name) for question in questions]
+    missing = {k: q for k, q in zip(keys, questions, strict=True) if store.get(k) is None}
+    errors: list[str] = []
+
+    def once(item: tuple[str, Question[T]]) -> tuple[str, str | None, str]:
+        error = ""
+        for _ in range(retries + 1):
+            try:
+                text = call(item[1].prompt, _open(item[1].image))
+                item[1].read(text)
+            except (UserError, RunError):
+                raise
+            except Exception as raised:  # a judge may raise anything
+                error = f"{type(raised).__name__}: {raised}"
+            else:
+                return item[0], text, ""
+        return item[0], None, error
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for key, text, error in track(pool.map(once, missing.items()), description, len(missing)):
+                if text is None:
+                    errors.append(error)  # not kept: the next run asks again
+                else:
+                    store.put(key, answer=text)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    found = [store.get(key) for key in keys]
+    if questions and all(record is None for record in found):
+        raise RunError(f"judge {name!r} failed on all of {len(questions)} questions; the first: {errors[0]}")
+    return [None if r is None else q.read(r["answer"]) for r, q in zip(found, questions, strict=True)]
+
+
+def _open(path: Path | None) -> Image.Image | None:
+    if path is None:
+        return None
+    try:
+        with Image.open(path) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except OSError as error:
+        raise UserError(f"cannot read the image {str(path)!r}: {error}.") from error
+
+
+def parse_json(text: str) -> Any:
+    """The first JSON list or object of an answer, with or without a fence or words around it.
+
+    >>> parse_json('Sure:\\n```json\\n[1, null]\\n```')
+    [1, None]
+    """
+    decoder = json.JSONDecoder()
+    for start, character in enumerate(text):
+        if character in "[{":
+            try:
+                return decoder.raw_decode(text, start)[0]
+            except json.JSONDecodeError:
+                continue
+    raise ValueError(f"no JSON in {text[:80]!r}")

@@ -1,0 +1,134 @@
+"""Short answers to questions about images: VQA soft accuracy, exact match, ANLS, multiple choice, grounding.
+
+Source: card rewards, section 8. The answers exist already: no judge, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.eval.images import read_lines
+from visual_grpo.eval.results import means, write_all
+from visual_grpo.eval.vqa_scores import anls, box_iou, match_boxes, read_boxes, vqa_accuracy
+from visual_grpo.rewards.answers import extract_answer, same_answer
+
+__all__ = ["METRICS", "evaluate"]
+
+Row = Mapping[str, Any]
+
+
+def _golds(row: Row) -> list[str]:
+    given = row.get("answers", row.get("answer"))
+    if given is None:
+        raise ValueError("no 'answers' and no 'answer'")
+    return [str(gold) for gold in given] if isinstance(given, list | tuple) else [str(given)]
+
+
+def _exact(text: str, row: Row) -> float:
+    return float(any(same_answer(text, gold) for gold in _golds(row)))
+
+
+def _choice(text: str, row: Row) -> float:
+    choices = row.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise ValueError("no list 'choices'")
+    letter = extract_answer(text, "letter")
+    named = None if letter is None or ord(letter) - ord("A") >= len(choices) else str(choices[ord(letter) - ord("A")])
+    golds = _golds(row)
+    return float(any(gold == letter or (named is not None and same_answer(named, gold)) for gold in golds))
+
+
+def _boxes(row: Row) -> list[tuple[float, float, float, float]]:
+    given = row.get("boxes", [row["box"]] if "box" in row else None)
+    if not isinstance(given, list) or any(not isinstance(b, list) or len(b) != 4 for b in given):
+        raise ValueError("no 'box' [x1, y1, x2, y2] and no list of 'boxes'")
+    return [(float(b[0]), float(b[1]), float(b[2]), float(b[3])) for b in given]
+
+
+def _iou(text: str, row: Row) -> float:
+    golds, found = _boxes(row), read_boxes(text)
+    if len(golds) == 1:
+        return box_iou(found[0], golds[0]) if found else 0.0
+    return match_boxes(found, golds)
+
+
+METRICS: dict[str, Callable[[str, Row], float]] = {
+    "vqa_accuracy": lambda text, row: vqa_accuracy(text, _golds(row)),
+    "exact_match": _exact,
+    "anls": lambda text, row: anls(text, _golds(row)),
+    "multiple_choice": _choice,
+    "iou": _iou,
+}
+
+
+def evaluate(
+    *,
+    texts: str | Path | None = None,
+    prompts: str | Path | None = None,
+    out: str | Path | None = None,
+    metric: str | Sequence[str] = "vqa_accuracy",
+    by: str = "category",
+    model: str | None = None,
+    adapter: str | Path | None = None,
+    images: str | Path | None = None,
+) -> dict[str, Any]:
+    """Score a file of answers.
+
+    Args:
+        texts: JSON lines with `completion` (or `text`); the same number of lines for each question, in order.
+        prompts: JSON lines with `answers` (ten annotators, or all accepted answers) or `answer`; `choices` for multiple_choice;
+            `box` or `boxes` (x1, y1, x2, y2 in the coordinates of the answers) for iou.
+        out: folder for results.jsonl, items.jsonl and summary.json.
+        metric: one or several of `METRICS`.
+        by: column of the question file whose values get means of their own, where it has one.
+
+    Returns:
+        Mean of each metric over questions with its 95 % bootstrap interval; `iou@0.5` beside `iou`; means by `by`.
+    """
+    if texts is None or prompts is None:
+        raise UserError("vqa needs a file of answers (--texts FILE.jsonl) and the questions (--prompts FILE.jsonl).")
+    wanted = [metric] if isinstance(metric, str) else list(metric)
+    for name in wanted:
+        if name not in METRICS:
+            raise UserError(f"metric is {name!r}.{did_you_mean(name, METRICS)} Known: {', '.join(METRICS)}.")
+    questions, rows = read_lines(prompts), read_lines(texts)
+    if len(rows) % len(questions):
+        raise UserError(f"{len(rows)} answers for {len(questions)} questions: each needs the same number, in order.")
+    share = len(rows) // len(questions)
+    results = []
+    for number, row in enumerate(rows):
+        question = questions[number // share]
+        text = row.get("completion", row.get("text"))
+        if not isinstance(text, str):
+            raise UserError(f"{texts}, line {number + 1}: no text under 'completion' or 'text'.")
+        answer = extract_answer(text, "answer_tag") or text.strip()
+        line: dict[str, Any] = {"item": str(number // share), "answer": answer}
+        for name in wanted:
+            try:
+                line[name] = METRICS[name](answer, question)
+            except ValueError as error:
+                raise UserError(f"{prompts}, question {number // share + 1}: {error} (metric={name}).") from None
+        if "iou" in wanted:
+            line["iou@0.5"] = float(line["iou"] > 0.5)
+        results.append(line)
+    figures = [*wanted, *(["iou@0.5"] if "iou" in wanted else [])]
+    items = [
+        {"item": str(q), **{n: sum(r[n] for r in results[q * share : (q + 1) * share]) / share for n in figures}}
+        for q in range(len(questions))
+    ]
+    summary = {"questions": len(questions), "answers": len(rows), **means(items, figures)}
+    kinds = dict.fromkeys(str(q[by]) for q in questions if by in q)
+    if kinds:
+        summary["by"] = {
+            kind: {n: m for n, m in means(_of(items, questions, by, kind), figures).items() if n != "intervals"}
+            for kind in kinds
+        }
+    write_all(out, summary=summary, results=results, items=items)
+    return summary
+
+
+def _of(items: Sequence[Row], questions: Sequence[Row], by: str, kind: str) -> list[Row]:
+    return [item for item, question in zip(items, questions, strict=True) if str(question.get(by)) == kind]
