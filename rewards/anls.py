@@ -46,9 +46,7 @@ class Anls(Reward):
 
     needs = frozenset({"texts"})
 
-    def __init__(
-        self, extraction: Extraction = "auto", *, gold_key: str | None = None, threshold: float = 0.5
-    ) -> None:
+    def __init__(self, extraction: Extraction = "auto", *, gold_key: str | None = None, threshold: float = 0.5) -> None:
         """Choose where answers are.
 
         Args:

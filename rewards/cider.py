@@ -62,7 +62,9 @@ class Corpus:
     def read(cls, path: Path) -> Corpus:
         """Read .jsonl, an object {"references": [...]} an image; or .txt, a caption and image a line."""
         if not path.is_file():
-            raise UserError(f"cider: corpus {str(path)!r} is no file; give a .jsonl or .txt file of reference captions.")
+            raise UserError(
+                f"cider: corpus {str(path)!r} is no file; give a .jsonl or .txt file of reference captions."
+            )
         if path.suffix == ".jsonl":
             images = [_references(line) for line in read_jsonl(path)]
         else:
@@ -141,7 +143,9 @@ class Cider(Reward):
         if corpus is None:
             corpus = Corpus.of(dict.fromkeys(tuple(texts) for texts in references if texts))
             if corpus.documents < 2:
-                logger.warning("cider: the batch holds one image's references, so every score is 0; give a corpus file.")
+                logger.warning(
+                    "cider: the batch holds one image's references, so every score is 0; give a corpus file."
+                )
         return RewardOutput.from_list(
             [
                 cider_d(text, found, corpus, sigma=self.sigma) / self.divisor if found else None

@@ -22,6 +22,7 @@ from visual_grpo.rewards.math_judge import Extraction
 
 __all__ = ["MathVerify"]
 
+
 @register_reward("math_verify")
 class MathVerify(Reward):
     """1 if the answer equals the gold answer mathematically. Details: `timed_out`, 1 where judging was given up (score 0)."""

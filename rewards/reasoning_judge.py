@@ -38,7 +38,9 @@ def judge(dataset: str, answer: str | None, entry: dict[str, Any]) -> dict[str, 
         try:
             score(answer=entry["answer"], entry=entry)
         except Exception as error:
-            return {"error": f"the scorer of {dataset!r} raises on the entry's own answer: {type(error).__name__}: {error}"}
+            return {
+                "error": f"the scorer of {dataset!r} raises on the entry's own answer: {type(error).__name__}: {error}"
+            }
         return {"ok": 0.0, "raised": True, "reason": f"{type(raised).__name__}: {raised}"}
 
 

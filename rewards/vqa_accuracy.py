@@ -20,7 +20,7 @@ When = Literal["always", "disagreement"]
 MIN_ANNOTATORS = 4
 """With fewer, three others who agree are impossible, so full credit would be too."""
 
-_PUNCTUATION = ";/[]\"{}()=+\\_-><@,?!`"
+_PUNCTUATION = ';/[]"{}()=+\\_-><@,?!`'
 _NUMBER_COMMA = re.compile(r"[0-9],[0-9]")
 _FULL_STOP = re.compile(r"\.(?![0-9])")
 _ARTICLES = frozenset({"a", "an", "the"})
