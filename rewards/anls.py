@@ -1,8 +1,8 @@
 """ANLS: average normalised Levenshtein similarity, the score of document VQA.
 
-Source: Biten et al. (arXiv 1905.13648); card rewards, section 8: the best over the gold answers of 1 - NL where NL < threshold, else
-0, with NL = edit distance / length of the longer text, lower case, white space squeezed. Range [0, 1]. Rows without a gold
-answer are not applicable; an empty answer scores 0.
+Source: Biten et al. (arXiv 1905.13648); card rewards, section 8: the best over the gold answers of 1 - NL where NL <
+threshold, else 0, with NL = edit distance / length of the longer text, lower case, white space squeezed. Range [0, 1]. Rows
+without a gold answer are not applicable; an empty answer scores 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The three caption rewards of BalCapRL: correctness that is also useful (P), coverage of a reference (C), language (Q).
 
-Source: BalCapRL (arXiv 2605.07394); card caption_gdpo, section 3; prompts of ours. Range [0, 1] each. P = claims that are true AND
-pointable / claims, read by a VLM that sees the image; C = units of the reference that the caption states / units; Q = mean of
-clarity, fluency and coherence, and 0 where the caption's length / the reference's is outside [0.5, 2]. An empty caption, or one
-without claims, scores 0; an unreadable reply is a failed row. Rows without a reference caption are not applicable to C, and
-to Q its length condition is not. Use the three together, as rewards of their own, under the method `gdpo`.
+Source: BalCapRL (arXiv 2605.07394); card caption_gdpo, section 3; prompts of ours. Range [0, 1] each. P = claims that are
+true AND pointable / claims, read by a VLM that sees the image; C = units of the reference that the caption states / units; Q
+= mean of clarity, fluency and coherence, and 0 where the caption's length / the reference's is outside [0.5, 2]. An empty
+caption, or one without claims, scores 0; an unreadable reply is a failed row. Rows without a reference caption are not
+applicable to C, and to Q its length condition is not. Use the three together, as rewards of their own, under the method
+`gdpo`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """CIDEr-D: how well a caption agrees with the reference captions of its image, rare n-grams counting more.
 
-Source: Vedantam et al. (arXiv 1411.5726) and the COCO caption evaluation; card rewards, section 8: n = 1..4, tf-idf with document
-frequencies over the reference corpus (one document an image), idf = log N - log max(1, df), similarity sum min(h, r) r / (|h|
-|r|) times exp(-(len h - len r)^2 / (2 sigma^2)), mean over n and over references, x 10. Range [0, 10]. Rows without references are
-not applicable; an empty caption scores 0. Words are split by a rule of ours (lower case, no punctuation) and not by the Penn
-Treebank tokenizer of the Java tool: figures differ a little from published ones where captions have unusual punctuation.
+Source: Vedantam et al. (arXiv 1411.5726) and the COCO caption evaluation; card rewards, section 8: n = 1..4, tf-idf with
+document frequencies over the reference corpus (one document an image), idf = log N - log max(1, df), similarity sum min(h,
+r) r / (|h| |r|) times exp(-(len h - len r)^2 / (2 sigma^2)), mean over n and over references, x 10. Range [0, 10]. Rows
+without references are not applicable; an empty caption scores 0. Words are split by a rule of ours (lower case, no
+punctuation) and not by the Penn Treebank tokenizer of the Java tool: figures differ a little from published ones where
+captions have unusual punctuation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """DeQA-Score: image quality as the mean of five words.
 
-Source: zhiyuanyou/DeQA-Score (arXiv 2501.11561); card rewards, section 1: softmax over the five words excellent, good, fair, poor,
-bad where the answer's word comes, times (5, 4, 3, 2, 1); flow_grpo divides by 5. Range [0.2, 1]. The published checkpoint brings
-code of its own for an old transformers and is not loadable by the current one: this is its protocol on any VLM, here or behind
-an endpoint, and figures are comparable within one model only.
+Source: zhiyuanyou/DeQA-Score (arXiv 2501.11561); card rewards, section 1: softmax over the five words excellent, good, fair,
+poor, bad where the answer's word comes, times (5, 4, 3, 2, 1); flow_grpo divides by 5. Range [0.2, 1]. The published
+checkpoint brings code of its own for an old transformers and is not loadable by the current one: this is its protocol on any
+VLM, here or behind an endpoint, and figures are comparable within one model only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """HPSv3: human preference by a Qwen2-VL with a reward head.
 
-Source: Ma et al. (arXiv 2508.03789), weights MizzenAI/HPSv3; card rewards, section 1: image at exactly 256 * 28 * 28 pixels, last hidden
-state at the token <|Reward|>, head of linear layers hidden-1024-16-2 with ReLU in float32, giving (mu, sigma); the value is mu.
-Range about -5 to 15, without bounds. Every row with an image is applicable. The stored prompt paraphrases the published one: for
-published figures put the wording of the package `hpsv3`, which ends in the token, into a `prompt_file`.
+Source: Ma et al. (arXiv 2508.03789), weights MizzenAI/HPSv3; card rewards, section 1: image at exactly 256 * 28 * 28 pixels,
+last hidden state at the token <|Reward|>, head of linear layers hidden-1024-16-2 with ReLU in float32, giving (mu, sigma);
+the value is mu. Range about -5 to 15, without bounds. Every row with an image is applicable. The stored prompt paraphrases
+the published one: for published figures put the wording of the package `hpsv3`, which ends in the token, into a
+`prompt_file`.
 """
 
 from __future__ import annotations
@@ -88,17 +89,24 @@ class HpsV3(Reward):
             if self._loaded is None:
                 from transformers import AutoConfig, AutoProcessor, Qwen2VLForConditionalGeneration
 
-                processor = load_weights("hps_v3's processor", self.base, AutoProcessor.from_pretrained)
+                size = {"min_pixels": self.pixels, "max_pixels": self.pixels}
+                processor = load_weights("hps_v3's processor", self.base, AutoProcessor.from_pretrained, **size)
                 config = load_weights("hps_v3's config", self.base, AutoConfig.from_pretrained)
                 processor.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
                 processor.tokenizer.padding_side = "left"
                 weights = load_weights("hps_v3's weights", self.model, _read_weights)
                 head = {
-                    key.removeprefix("rm_head."): weights.pop(key) for key in list(weights) if key.startswith("rm_head.")
+                    key.removeprefix("rm_head."): weights.pop(key)
+                    for key in list(weights)
+                    if key.startswith("rm_head.")
                 }
-                rows = next((value.shape[0] for key, value in weights.items() if key.endswith("embed_tokens.weight")), 0)
+                rows = next(
+                    (value.shape[0] for key, value in weights.items() if key.endswith("embed_tokens.weight")), 0
+                )
                 if not head or rows == 0:
-                    raise UserError(f"hps_v3: {self.model!r} holds no HPSv3: its weights need rm_head.* and embed_tokens.")
+                    raise UserError(
+                        f"hps_v3: {self.model!r} holds no HPSv3: its weights need rm_head.* and embed_tokens."
+                    )
                 config.text_config.vocab_size = rows
                 backbone, report = Qwen2VLForConditionalGeneration.from_pretrained(
                     None, config=config, state_dict=weights, dtype=self.dtype, output_loading_info=True
@@ -126,20 +134,14 @@ class HpsV3(Reward):
         """Mu and sigma [n, 2] of the rows from `start` on, one batch."""
         model, head, processor, token = self._load()
         rows = slice(start, start + self.batch_size)
-        chats = []
-        for prompt, image in zip(request.prompts[rows], request.pil_images[rows], strict=True):
+        images = request.pil_images[rows]
+        texts = []
+        for prompt in request.prompts[rows]:
             text = render(self.template, prompt=prompt.replace(TOKEN, " "))
-            content = [{"type": "image", "image": image}, {"type": "text", "text": text}]
-            chats.append([{"role": "user", "content": content}])
-        inputs = processor.apply_chat_template(
-            chats,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            padding=True,
-            add_generation_prompt=True,
-            processor_kwargs={"images_kwargs": {"min_pixels": self.pixels, "max_pixels": self.pixels}},
-        ).to(self.device)
+            chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+            texts.append(processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        inputs = processor(text=texts, images=[[image] for image in images], padding=True, return_tensors="pt")
+        inputs = inputs.to(self.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         hidden = model(**inputs).last_hidden_state
         mask = inputs["input_ids"] == token

@@ -1,8 +1,8 @@
 """What rewards that ask a model have in common: questions, settings, stored prompts, replies and their failures.
 
-A judge is a model of transformers in this process (`judge_local`) or behind an OpenAI-compatible endpoint (`judge_endpoint`: vLLM,
-SGLang, ...). It decodes greedily. A reply that cannot be read, or that never came, makes its row failed (NaN), never a low score: a
-policy would learn to break the parser.
+A judge is a model of transformers in this process (`judge_local`) or behind an OpenAI-compatible endpoint (`judge_endpoint`:
+vLLM, SGLang, ...). It decodes greedily. A reply that cannot be read, or that never came, makes its row failed (NaN), never a
+low score: a policy would learn to break the parser.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def render(template: str, **values: str) -> str:
     >>> render("Is it {prompt}? {x}", prompt="a {x}")
     'Is it a {x}? {x}'
     """
-    return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)
+    filled = _FIELD.sub(lambda found: values.get(found[1], found[0]), template)
+    return filled.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse half a surrogate pair
 
 
 @dataclass(frozen=True, kw_only=True)

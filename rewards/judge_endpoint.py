@@ -83,6 +83,8 @@ class EndpointJudge:
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             # A text may stand there twice, as two tokens: each of its probabilities counts.
             found = [(str(entry["token"]), float(entry["logprob"])) for entry in top]
+            if any(math.isnan(value) for _, value in found):
+                raise ValueError("a log-probability is NaN")
             return [_log_sum([p for token, p in found if token in set(spellings)]) for spellings in words]
 
         options = {"max_tokens": 1, "logprobs": True, "top_logprobs": self.settings.top_logprobs}

@@ -99,18 +99,21 @@ class LocalJudge:
         )
 
     def _inputs(self, questions: Sequence[Question]) -> dict[str, Tensor]:
-        continued = bool(questions[0].prefix)
-        chats = [self._chat(question) for question in questions]
-        inputs = self.processor.apply_chat_template(
-            chats,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            padding=True,
-            add_generation_prompt=not continued,
-            continue_final_message=continued,
-            **self.settings.chat_template_kwargs,
-        )
+        texts = [
+            self.processor.apply_chat_template(
+                self._chat(question),
+                tokenize=False,
+                add_generation_prompt=not question.prefix,
+                continue_final_message=bool(question.prefix),
+                **self.settings.chat_template_kwargs,
+            )
+            for question in questions
+        ]
+        # The template has written every special token.
+        options: dict[str, Any] = {"padding": True, "return_tensors": "pt", "add_special_tokens": False}
+        if self.sees and questions[0].images:
+            options["images"] = [list(question.images) for question in questions]
+        inputs = self.processor(text=texts, **options)
         dtype = self.model.dtype
         return {
             key: value.to(self.device, dtype) if value.is_floating_point() else value.to(self.device)

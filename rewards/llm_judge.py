@@ -1,7 +1,7 @@
 """LLM as judge: a language model's mark for the answer, from 1 to 10, with a reference answer where the row has one.
 
-Source: the direct marking of MT-Bench (Zheng et al., arXiv 2306.05685) with a prompt of ours. Range [0, 1]: (mark - 1) / 9. A reply
-without a mark is a failed row.
+Source: the direct marking of MT-Bench (Zheng et al., arXiv 2306.05685) with a prompt of ours. Range [0, 1]: (mark - 1) / 9.
+A reply without a mark is a failed row.
 """
 
 from __future__ import annotations

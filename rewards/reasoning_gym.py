@@ -1,9 +1,9 @@
 """Puzzles of the package reasoning-gym, scored by the package.
 
-Source: Stojanovski et al. (arXiv 2505.24760); card rewards, section 7: `score_answer(answer, entry)`, wrapped, since some scorers raise
-on junk. Range [0, 1], partial credit as the data set gives it (an empty answer is mostly 0, some give 0.01). Rows without an
-entry are not applicable. An answer on which the scorer raises or does not come back scores 0; an entry on whose own answer it
-raises is a failed row.
+Source: Stojanovski et al. (arXiv 2505.24760); card rewards, section 7: `score_answer(answer, entry)`, wrapped, since some
+scorers raise on junk. Range [0, 1], partial credit as the data set gives it (an empty answer is mostly 0, some give 0.01).
+Rows without an entry are not applicable. An answer on which the scorer raises or does not come back scores 0; an entry on
+whose own answer it raises is a failed row.
 
 Scorers run in a process of their own: some evaluate what the policy wrote, and an integer power of it can hang for good.
 """

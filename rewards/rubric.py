@@ -1,9 +1,10 @@
 """Rubric: a judge checks each criterion of a list on the answer; the value is the weighted share that is met.
 
-Source: the static rubric reward of POW3R (arXiv 2605.20164) and HealthBench; card pow3r, section 3: in each category the weighted
-mean of the verdicts, then the mean over categories (`combine: flat`: over all criteria at once). A criterion with negative
-points counts as met when it is NOT met, with the size of its weight. A missing verdict leaves numerator and denominator, a category
-without verdicts leaves the mean, a row without any verdict has failed. Range [0, 1]. Rows without a rubric are not applicable.
+Source: the static rubric reward of POW3R (arXiv 2605.20164) and HealthBench; card pow3r, section 3: in each category the
+weighted mean of the verdicts, then the mean over categories (`combine: flat`: over all criteria at once). A criterion with
+negative points counts as met when it is NOT met, with the size of its weight. A missing verdict leaves numerator and
+denominator, a category without verdicts leaves the mean, a row without any verdict has failed. Range [0, 1]. Rows without a
+rubric are not applicable.
 """
 
 from __future__ import annotations

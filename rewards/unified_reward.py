@@ -1,9 +1,10 @@
 """UnifiedReward: a VLM trained to mark images for alignment and quality.
 
-Source: CodeGoat24/UnifiedReward (arXiv 2503.05236) as flow_grpo uses it; card rewards, section 2: image resized to 512 x 512, greedy,
-the first "Final Score: x" with x in 1..5, reward x / 5. Version 2 gives three marks in three lines; its value is their mean / 5 (our
-choice). Range [0.2, 1]. A reply without its marks is a failed row (the reference gives 0). The stored prompts paraphrase the
-published ones: for published figures put the wording that the checkpoint was trained with into a `prompt_file`.
+Source: CodeGoat24/UnifiedReward (arXiv 2503.05236) as flow_grpo uses it; card rewards, section 2: image resized to 512 x
+512, greedy, the first "Final Score: x" with x in 1..5, reward x / 5. Version 2 gives three marks in three lines; its value
+is their mean / 5 (our choice). Range [0.2, 1]. A reply without its marks is a failed row (the reference gives 0). The stored
+prompts paraphrase the published ones: for published figures put the wording that the checkpoint was trained with into a
+`prompt_file`.
 """
 
 from __future__ import annotations

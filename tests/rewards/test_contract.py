@@ -17,8 +17,19 @@ PARAMS = {
     "length": {"target": 10},
     "overlong": {"max_length": 20, "cache": 10},
     "ocr": {"engine_params": {"detection_side": 96}},
+    "cosine_length": {"max_length": 20},
+    "iou": {"gold_key": "box"},
+    "multiple_choice": {"gold_key": "letter"},
+    "reasoning_gym": {"entry_key": "puzzle"},
+    "repetition": {"unit": "words"},
+    "rubric": {"criteria": ["It is short.", {"text": "It is rude.", "weight": -2, "required": True}]},
+    "pickscore": "pickscore_params",
+    "cider": "cider_params",
+    "hps_v3": "hps_v3_params",
+    **dict.fromkeys(("caption_correctness", "caption_coverage", "caption_language"), "judge_params"),
+    **dict.fromkeys(("deqa", "llm_judge", "unified_reward", "vlm_judge", "vqa_score"), "judge_params"),
 }
-"""Arguments of rewards that cannot be built without."""
+"""Arguments of rewards that cannot be built without, or the fixture that makes them; a rubric also gets `judge_params`."""
 
 
 def card(word: str, color: str) -> torch.Tensor:
@@ -29,12 +40,20 @@ def card(word: str, color: str) -> torch.Tensor:
     return pil_to_tensor(image).float() / 255
 
 
+ROW = {
+    "box": [1, 2, 30, 40],
+    "letter": "B",
+    "references": ["so the answer is 12 cats"],
+    "puzzle": {"question": "2 + 2 =", "answer": "4", "metadata": {"source_dataset": "chain_sum"}},
+}
+
+
 def request() -> RewardRequest:
     words, colors = ["SALE", "OPEN", "NOW", ""], ["red", "blue", "black", "white"]
     texts = ["<think>a</think> so \\boxed{4}", "the answer is <answer>12 cats</answer>", "", "#### 7 or 5"]
     metadata = [
-        {"answer": "4", "tag": "single_object", "include": [{"class": "square", "count": 1, "color": "red"}]},
-        {"answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
+        {**ROW, "answer": "4", "tag": "single_object", "include": [{"class": "square", "count": 1, "color": "red"}]},
+        {**ROW, "answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
         {"answer": "5"},
         {},
     ]
@@ -55,11 +74,11 @@ def names() -> list[str]:
 
 @pytest.fixture(scope="module", params=names())
 def reward(request) -> Reward:
-    weights = {"pickscore": "tiny_clip"}.get(
-        request.param
-    )  # rewards of downloaded weights get random ones of the same class
-    folder = str(request.getfixturevalue(weights)) if weights else None
-    params = {"model": folder, "processor": folder} if folder else PARAMS.get(request.param)
+    params = PARAMS.get(request.param)
+    if isinstance(params, str):
+        params = request.getfixturevalue(params)
+    if request.param == "rubric":
+        params = {**params, **request.getfixturevalue("judge_params")}
     built = as_reward(request.param, params=params)
     built.name = request.param
     yield built
