@@ -30,7 +30,9 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
     ('B', 'B', None)
     """
     body = extract_answer(text, "answer_tag") or extract_answer(text, "boxed") or text.strip()
-    if found := _ALONE.fullmatch(body) or _LEADING.match(body):
+    found = _ALONE.fullmatch(body) or _LEADING.match(body)
+    # Beyond the last option a single letter is no choice, but it may be an option's text.
+    if found and string.ascii_uppercase.index(found.group(1).upper()) < (len(options) or 26):
         return found.group(1).upper()
     normal = normalise_answer(body)
     same = [i for i, option in enumerate(options[:26]) if normal and normalise_answer(option) == normal]
