@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_grpo.adapters.paths import without_progress_bars
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 from visual_grpo.rewards.judge import render
@@ -85,44 +86,53 @@ class HpsV3(Reward):
         self._lock = threading.Lock()
 
     def _load(self) -> tuple[Any, nn.Sequential, Any, int]:
+        """Backbone, head, processor and the id of the token."""
         with self._lock:
             if self._loaded is None:
-                from transformers import AutoConfig, AutoProcessor, Qwen2VLForConditionalGeneration
+                from transformers import AutoProcessor
 
                 size = {"min_pixels": self.pixels, "max_pixels": self.pixels}
                 processor = load_weights("hps_v3's processor", self.base, AutoProcessor.from_pretrained, **size)
-                config = load_weights("hps_v3's config", self.base, AutoConfig.from_pretrained)
                 processor.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
                 processor.tokenizer.padding_side = "left"
-                weights = load_weights("hps_v3's weights", self.model, _read_weights)
-                head = {
-                    key.removeprefix("rm_head."): weights.pop(key)
-                    for key in list(weights)
-                    if key.startswith("rm_head.")
-                }
-                rows = next(
-                    (value.shape[0] for key, value in weights.items() if key.endswith("embed_tokens.weight")), 0
-                )
-                if not head or rows == 0:
-                    raise UserError(
-                        f"hps_v3: {self.model!r} holds no HPSv3: its weights need rm_head.* and embed_tokens."
-                    )
-                config.text_config.vocab_size = rows
-                backbone, report = Qwen2VLForConditionalGeneration.from_pretrained(
-                    None, config=config, state_dict=weights, dtype=self.dtype, output_loading_info=True
-                )
-                missing = [key for key in report["missing_keys"] if "lm_head" not in key]
-                if missing or report["mismatched_keys"]:
-                    raise UserError(
-                        f"hps_v3: the weights {self.model!r} do not fit the model {self.base!r} ({len(missing)} missing, such as "
-                        f"{missing[:2]}); give the base model that they were trained on."
-                    )
-                top = reward_head(config.text_config.hidden_size)
-                top.load_state_dict({key: value.float() for key, value in head.items()})
                 token = processor.tokenizer.convert_tokens_to_ids(TOKEN)
+                weights = load_weights("hps_v3's weights", self.model, _read_weights)
+                parts = [key for key in weights if key.startswith("rm_head.")]
+                top = {key.removeprefix("rm_head."): weights.pop(key).float() for key in parts}
+                backbone = self._backbone(weights, token)
+                head = reward_head(backbone.config.text_config.hidden_size)
+                try:
+                    head.load_state_dict(top)
+                except RuntimeError as error:
+                    raise UserError(f"hps_v3: the weights {self.model!r} have no head of HPSv3: {error}") from error
                 model = backbone.model.to(self.device).eval().requires_grad_(False)
-                self._loaded = model, top.to(self.device).eval().requires_grad_(False), processor, token
+                self._loaded = model, head.to(self.device).eval().requires_grad_(False), processor, token
             return self._loaded
+
+    def _backbone(self, weights: dict[str, Tensor], token: int) -> Any:
+        """The Qwen2-VL with `weights`, whose vocabulary holds one token more than the base's."""
+        from transformers import AutoConfig, Qwen2VLForConditionalGeneration
+
+        config = load_weights("hps_v3's config", self.base, AutoConfig.from_pretrained)
+        rows = next((value.shape[0] for key, value in weights.items() if key.endswith("embed_tokens.weight")), 0)
+        if token >= rows:
+            raise UserError(
+                f"hps_v3: {TOKEN} would be token {token} of {self.base!r}, but {self.model!r} has {rows} embeddings; give the "
+                f"base model that it was trained on."
+            )
+        config.text_config.vocab_size = rows
+        # The library renames what older versions of it have saved.
+        with without_progress_bars():
+            backbone, report = Qwen2VLForConditionalGeneration.from_pretrained(
+                None, config=config, state_dict=weights, dtype=self.dtype, output_loading_info=True
+            )
+        missing = sorted(key for key in report["missing_keys"] if "lm_head" not in key)
+        if missing or report["mismatched_keys"]:
+            raise UserError(
+                f"hps_v3: the weights {self.model!r} do not fit {self.base!r} (missing {missing[:2]}, of other shape "
+                f"{sorted(report['mismatched_keys'])[:2]}); give the base model that they were trained on."
+            )
+        return backbone
 
     @torch.no_grad()
     def __call__(self, request: RewardRequest) -> RewardOutput:
