@@ -15,7 +15,21 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
         "Aesthetic rating of the image alone, by LAION's predictor v2.",
         {"range": "4.5 to 6.5", "size": "1.7 GB", "licence": "MIT (CLIP), Apache-2.0 (head)"},
     ),
+    "anls": ("visual_grpo.rewards.anls:Anls", "Edit similarity with the nearest gold answer, for document VQA [0, 1]."),
     "brightness": ("visual_grpo.rewards.brightness:Brightness", "Mean pixel value, for tests and tutorials [0, 1]."),
+    "caption_correctness": (
+        "visual_grpo.rewards.caption_judge:CaptionCorrectness",
+        "Share of a caption's claims that a VLM finds true and visible [0, 1].",
+    ),
+    "caption_coverage": (
+        "visual_grpo.rewards.caption_judge:CaptionCoverage",
+        "Share of the reference caption's content that the caption states [0, 1].",
+    ),
+    "caption_language": (
+        "visual_grpo.rewards.caption_judge:CaptionLanguage",
+        "Clarity, fluency and coherence of a caption of fitting length [0, 1].",
+    ),
+    "cider": ("visual_grpo.rewards.cider:Cider", "CIDEr-D of a caption against its references [0, 10]."),
     "clip_score": (
         "visual_grpo.rewards.clip_score:ClipScore",
         "Fit of image and prompt by CLIP: diffusion_nft (cosine), paper or torchmetrics.",
@@ -25,13 +39,21 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
             "licence": "MIT",
         },
     ),
+    "cosine_length": (
+        "visual_grpo.rewards.cosine_length:CosineLength",
+        "Correctness, worth more when right and short or wrong and long [-1, 1].",
+    ),
+    "deqa": ("visual_grpo.rewards.deqa:DeQA", "Image quality as the mean of excellent .. bad, DeQA-Score [0.2, 1]."),
     "dino_similarity": (
         "visual_grpo.rewards.dino_similarity:DinoSimilarity",
         "Likeness to a reference image by DINOv2.",
         {"range": "-1 to 1", "size": "0.35 GB", "licence": "Apache-2.0"},
     ),
     "exact_match": ("visual_grpo.rewards.exact_match:ExactMatch", "Extracted answer equals the gold answer (0 or 1)."),
-    "format": ("visual_grpo.rewards.format:Format", "Think, think + answer, or a pattern of your own (0 or 1)."),
+    "format": (
+        "visual_grpo.rewards.format:Format",
+        "Think, think + answer, boxed, JSON, box, tags or a pattern of your own (0 or 1).",
+    ),
     "geneval": (
         "visual_grpo.rewards.geneval:GenEval",
         "Objects, counts, colours and positions of the prompt (up to 1).",
@@ -42,11 +64,13 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
         "Human preference for the image given its prompt, by HPS v2.0 or v2.1.",
         {"range": "0.20 to 0.38", "size": "2 to 4 GB", "licence": "Apache-2.0"},
     ),
+    "hps_v3": ("visual_grpo.rewards.hps_v3:HpsV3", "Human preference by HPSv3, a head on Qwen2-VL (about -5 to 15)."),
     "image_reward": (
         "visual_grpo.rewards.image_reward:ImageReward",
         "Human preference for the image given its prompt, by ImageReward v1.0.",
         {"range": "-2.3 to 2.0", "size": "1.8 GB", "licence": "Apache-2.0"},
     ),
+    "iou": ("visual_grpo.rewards.iou:Iou", "Overlap of the answered boxes with the gold boxes [0, 1]."),
     "iqa": (
         "visual_grpo.rewards.iqa:Iqa",
         "Image quality by MUSIQ, MANIQA, CLIP-IQA, NIQE or BRISQUE, higher is better.",
@@ -62,9 +86,14 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
     ),
     "jpeg_incompressibility": ("visual_grpo.rewards.jpeg:JpegIncompressibility", "JPEG size in kB (above 0)."),
     "length": ("visual_grpo.rewards.length:Length", "Closeness to a target length, or staying under a ceiling [0, 1]."),
+    "llm_judge": ("visual_grpo.rewards.llm_judge:LlmJudge", "A language model's mark for the answer [0, 1]."),
     "math_verify": (
         "visual_grpo.rewards.math_verify:MathVerify",
         "Mathematical equality with the gold answer (0 or 1).",
+    ),
+    "multiple_choice": (
+        "visual_grpo.rewards.multiple_choice:MultipleChoice",
+        "The chosen option is the gold one (0 or 1).",
     ),
     "nsfw": (
         "visual_grpo.rewards.nsfw:Nsfw",
@@ -81,5 +110,24 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
         "visual_grpo.rewards.pickscore:PickScore",
         "Human preference for the image given its prompt, by PickScore v1 (0.7 to 0.92).",
         {"range": "0.7 to 0.92", "size": "3.9 GB", "licence": "MIT"},
+    ),
+    "reasoning_gym": (
+        "visual_grpo.rewards.reasoning_gym:ReasoningGym",
+        "Score of the puzzle's own data set in reasoning-gym [0, 1].",
+    ),
+    "repetition": ("visual_grpo.rewards.repetition:Repetition", "Penalty on repeated n-grams [-1, 0]."),
+    "rubric": (
+        "visual_grpo.rewards.rubric:Rubric",
+        "Share of a rubric's weighted criteria that a judge finds met [0, 1].",
+    ),
+    "unified_reward": (
+        "visual_grpo.rewards.unified_reward:UnifiedReward",
+        "Alignment and quality of an image by UnifiedReward [0.2, 1].",
+    ),
+    "vlm_judge": ("visual_grpo.rewards.vlm_judge:VlmJudge", "A vision-language model's mark for the image [0, 1]."),
+    "vqa_accuracy": ("visual_grpo.rewards.vqa_accuracy:VqaAccuracy", "Soft agreement with several annotators [0, 1]."),
+    "vqa_score": (
+        "visual_grpo.rewards.vqa_score:VqaScore",
+        "Probability that the image shows the prompt, by a VLM [0, 1].",
     ),
 }

@@ -28,7 +28,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def _last_tag(text: str) -> str | None:
-    found = _ANSWER.findall(text)
+    # Cut after the last closing tag: openings that nothing closes would be searched to the end each.
+    found = _ANSWER.findall(text[: text.rfind("</answer>") + len("</answer>")] if "</answer>" in text else "")
     return found[-1].strip() if found else None
 
 

@@ -11,89 +11,16 @@ a time-out in another thread would run.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import selectors
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-import visual_grpo
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 from visual_grpo.rewards.answers import gold_answer
+from visual_grpo.rewards.child_process import ChildProcess
 from visual_grpo.rewards.math_judge import Extraction
 
 __all__ = ["MathVerify"]
-
-START_SECONDS = 120.0
-
-
-class _Process:
-    """The judging process; it is started at the first question, and again after it had to be killed."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any] | None:
-        """Return the answer, or None if it took longer than `limit_s` and the process was killed."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(question) + "\n")
-        process.stdin.flush()
-        line = self._read(limit_s)
-        if line is None:
-            self.close()
-            return None
-        if not line:
-            self.close()
-            raise RuntimeError("the math-verify process ended while it was judging")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _start(self) -> None:
-        root = Path(visual_grpo.__file__).resolve().parent.parent
-        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from visual_grpo.rewards.math_judge import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        if not self._read(START_SECONDS):
-            self.close()
-            raise RuntimeError("the math-verify process did not start; its error is printed above")
-
-    def _read(self, limit_s: float) -> str | None:
-        """One line; None when none came in time, empty when the process has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(limit_s):
-                return None
-        return self._process.stdout.readline()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
-            self._process.wait()
-            self._process = None
-
-    def __del__(self) -> None:
-        if self._process is not None:
-            self.close()
 
 
 @register_reward("math_verify")
@@ -116,7 +43,7 @@ class MathVerify(Reward):
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("the reward 'math_verify' needs the package math-verify: pip install 'visual-grpo[text]'")
         self.extraction, self.gold_key, self.limit_s = extraction, gold_key, limit_s
-        self._process = _Process()
+        self._process = ChildProcess("visual_grpo.rewards.math_judge")
         self._lock = threading.Lock()
 
     def __call__(self, request: RewardRequest) -> RewardOutput:

@@ -1,12 +1,69 @@
 """Small random models of the classes that rewards load, so that no test needs a download."""
 
+import importlib.util
+import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 # Before a hub client is imported: a test of missing weights must not wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def judges():
+    """Helper module: pytest's importlib mode does not let test files import each other by name."""
+    full = "visual_grpo_tests_rewards_judges"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / "judges.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+@pytest.fixture
+def serve(judges):
+    """Start a judge's server with a given way to answer."""
+    started = []
+
+    def start(answer):
+        started.append(judges.JudgeServer(answer))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def judge_params(judges):
+    """A server that has a sensible reply to every built-in prompt."""
+    server = judges.JudgeServer(judges.answer_anything)
+    yield {"endpoint": server.endpoint}
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm(judges, tmp_path_factory):
+    return judges.tiny_vlm(tmp_path_factory.mktemp("vlm"))
+
+
+@pytest.fixture(scope="session")
+def hps_v3_params(judges, tmp_path_factory):
+    folder = judges.tiny_hps_v3(tmp_path_factory.mktemp("hps_v3"))
+    return {"model": str(folder), "base": str(folder / "base"), "pixels": 56 * 56, "device": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def cider_params(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cider") / "corpus.jsonl"
+    images = [["the answer is cats", "a cat"], ["so it goes"], ["two dogs run"]]
+    path.write_text("".join(json.dumps({"references": captions}) + "\n" for captions in images))
+    return {"corpus": str(path)}
 
 
 @pytest.fixture(scope="session")

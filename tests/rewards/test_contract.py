@@ -17,8 +17,19 @@ PARAMS = {
     "length": {"target": 10},
     "overlong": {"max_length": 20, "cache": 10},
     "ocr": {"engine_params": {"detection_side": 96}},
+    "cosine_length": {"max_length": 20},
+    "iou": {"gold_key": "box"},
+    "multiple_choice": {"gold_key": "letter"},
+    "reasoning_gym": {"entry_key": "puzzle"},
+    "repetition": {"unit": "words"},
+    "rubric": {"criteria": ["It is short.", {"text": "It is rude.", "weight": -2, "required": True}]},
+    "pickscore": "pickscore_params",
+    "cider": "cider_params",
+    "hps_v3": "hps_v3_params",
+    **dict.fromkeys(("caption_correctness", "caption_coverage", "caption_language"), "judge_params"),
+    **dict.fromkeys(("deqa", "llm_judge", "unified_reward", "vlm_judge", "vqa_score"), "judge_params"),
 }
-"""Arguments of rewards that cannot be built without."""
+"""Arguments of rewards that cannot be built without, or the fixture that makes them; a rubric also gets `judge_params`."""
 
 
 def card(word: str, color: str) -> torch.Tensor:
@@ -29,17 +40,26 @@ def card(word: str, color: str) -> torch.Tensor:
     return pil_to_tensor(image).float() / 255
 
 
+ROW = {
+    "box": [1, 2, 30, 40],
+    "letter": "B",
+    "references": ["so the answer is 12 cats"],
+    "puzzle": {"question": "2 + 2 =", "answer": "4", "metadata": {"source_dataset": "chain_sum"}},
+}
+
+
 def request() -> RewardRequest:
     words, colors = ["SALE", "OPEN", "NOW", ""], ["red", "blue", "black", "white"]
     texts = ["<think>a</think> so \\boxed{4}", "the answer is <answer>12 cats</answer>", "", "#### 7 or 5"]
     metadata = [
         {
+            **ROW,
             "answer": "4",
             "tag": "single_object",
             "include": [{"class": "square", "count": 1, "color": "red"}],
             "reference": Image.new("RGB", (48, 40), "red"),
         },
-        {"answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
+        {**ROW, "answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
         {"answer": "5"},
         {},
     ]
@@ -72,6 +92,10 @@ def cases() -> list:
 def reward(request) -> Reward:
     name = request.param
     params = request.getfixturevalue(f"{name}_params") if name in WEIGHTS else PARAMS.get(name)
+    if isinstance(params, str):
+        params = request.getfixturevalue(params)
+    if name == "rubric":
+        params = {**params, **request.getfixturevalue("judge_params")}
     built = as_reward(request.param, params=params)
     built.name = request.param
     yield built
