@@ -8,6 +8,10 @@ if __name__.partition(".")[0] != "visual_grpo":
 
 TABLE: dict[str, tuple[str, str]] = {
     "brightness": ("visual_grpo.rewards.brightness:Brightness", "Mean pixel value, for tests and tutorials [0, 1]."),
+    "code": (
+        "visual_grpo.rewards.code:Code",
+        "Share of tests that the completion's Python program passes, run in a sandbox [0, 1].",
+    ),
     "exact_match": ("visual_grpo.rewards.exact_match:ExactMatch", "Extracted answer equals the gold answer (0 or 1)."),
     "format": ("visual_grpo.rewards.format:Format", "Think, think + answer, or a pattern of your own (0 or 1)."),
     "geneval": (

@@ -35,7 +35,7 @@ def request() -> RewardRequest:
     metadata = [
         {"answer": "4", "tag": "single_object", "include": [{"class": "square", "count": 1, "color": "red"}]},
         {"answer": "12 cats", "tag": "counting", "include": [{"class": "square", "count": 2}]},
-        {"answer": "5"},
+        {"answer": "5", "tests": [{"input": "", "output": "4"}]},
         {},
     ]
     prompts = ['a sign that says "SALE"', 'a sign that says "SHUT"', "no quoted text", 'an empty wall with "NOTHING"']
