@@ -34,4 +34,8 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.rewards.pickscore:PickScore",
         "Human preference for the image given its prompt, by PickScore v1 (0.7 to 0.92).",
     ),
+    "remote": (
+        "visual_grpo.rewards.remote:Remote",
+        "A reward on a server (visual-grpo serve-rewards); also given by its URL or by `url:`.",
+    ),
 }

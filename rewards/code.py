@@ -3,8 +3,9 @@
 Source: card rewards, section 7: tests in a separate process with limits, reward passed / total or all-passed 0 / 1, an error or
 a time-out scores 0. Range [0, 1]. A row without tests is not applicable; tests that cannot be read are a failed row.
 
-The candidate cannot forge a verdict. Expected outputs never enter its process: programs get their input and the output is compared
-here; functions get their arguments, and what they return (plain data) is judged in a second process that runs none of its code.
+The candidate cannot forge a verdict. Expected outputs never enter its process: a program gets its input and the output is
+compared here; functions get their arguments, and what they return (plain data) is judged in a second process that runs none of
+the candidate's code.
 
 Test formats, in the metadata column `tests` (or the data sets' own `test_cases`, `input_output`, `test_list`, `test`):
 
@@ -22,6 +23,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,10 +85,8 @@ def _call(name: str, arguments: Any, expected: Any) -> str:
     if isinstance(arguments, str):
         arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
     if isinstance(expected, str):
-        try:
+        with suppress(json.JSONDecodeError):  # else a plain text
             expected = json.loads(expected)
-        except json.JSONDecodeError:
-            pass  # a plain text
     if not isinstance(arguments, Sequence) or not name.isidentifier():
         raise ValueError(f"the arguments of fn_name {name!r} must be a list, got {type(arguments).__name__}")
     return f"assert __same__({name}(*{list(arguments)!r}), {expected!r})"

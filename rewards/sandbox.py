@@ -32,6 +32,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -198,10 +199,8 @@ class Child:
             self.process.kill()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                try:
+                with suppress(BrokenPipeError):
                     stream.close()
-                except BrokenPipeError:
-                    pass
         self.process.wait()
 
 

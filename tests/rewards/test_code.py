@@ -1,5 +1,7 @@
 """The code reward: test formats, scores, and programs that try to cheat or to do harm, each contained and scored 0."""
 
+# ruff: noqa: E501 - programs in one line each
+
 import os
 import subprocess
 import sys
