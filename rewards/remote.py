@@ -229,9 +229,11 @@ class Remote(Reward):
                 break
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
+        late = deadline - time.monotonic() <= pause
+        within = f"within {self.limit_s:g} s" if late else f"in {self.attempts} rounds"
         told = "; ".join(f"{url}: {reason}" for url, reason in failures.items()) or "no attempt was possible"
         raise Unreachable(
-            f"no answer within {self.limit_s:g} s ({told}). Start the server again and go on with --resume, or raise "
+            f"no answer {within} ({told}). Start the server again and go on with --resume, or raise "
             f"timeout_s of the reward"
         )
 

@@ -1,7 +1,20 @@
 """Small random models of the classes that rewards load, so that no test needs a download."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import serving
+
+
+@pytest.fixture(scope="session")
+def image_server():
+    """A reward server with `jpeg_incompressibility`."""
+    with serving("jpeg_incompressibility") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from visual_grpo.reward import GroupReward
+
 
 def named(metadata, texts):
     """A value that belongs to its row and to no other."""
@@ -38,12 +40,12 @@ def slow(metadata):
     return [1.0] * len(metadata)
 
 
-def grouped(request):
+class Grouped(GroupReward):
     """Rank within the group: wrong if a group is cut, or joined with another."""
-    ids = request.group_ids
-    same = ids[:, None] == ids[None]
-    scores = torch.tensor([float(row["score"]) for row in request.metadata])
-    return (same & (scores[None] < scores[:, None])).sum(1).float()
+
+    def __call__(self, request):
+        scores = torch.tensor([float(row["score"]) for row in request.metadata])
+        return scores.argsort().argsort().float()
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -70,7 +72,8 @@ class Server:
         self.process = FORKS.Process(target=_serve, args=((*args, *port), token, writing), daemon=True)
         self.process.start()
         writing.close()
-        line = os.read(reading.fileno(), 1000).decode()
+        with os.fdopen(os.dup(reading.fileno())) as stream:
+            line = stream.readline()
         reading.close()
         assert line.startswith("serving "), "the server did not start"
         self.url = line.rpartition(" on ")[2].strip()

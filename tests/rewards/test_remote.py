@@ -29,7 +29,7 @@ from visual_grpo.scoring import RewardSuite
 from visual_grpo.types import RewardStatus
 
 OK, NOT_APPLICABLE, FAILED = (int(state) for state in RewardStatus)
-NAMES = "serving:named,serving:picky,serving:wrong_length,serving:grouped,serving:slow,brightness,jpeg_incompressibility,overlong"
+NAMES = "serving:named,serving:picky,serving:wrong_length,serving:Grouped,serving:slow,brightness,jpeg_incompressibility,overlong"
 ARGS = (NAMES, "overlong.params.max_length=20", "overlong.params.cache=10", "--batch", "32")
 
 
@@ -122,7 +122,7 @@ class TestScores:
         def one(seed):
             request, draws = part(seed)
             with RewardSuite(
-                {"g": {"reward": "serving:grouped", "url": server.url, "params": {"whole_groups": True}}}
+                {"g": {"reward": "serving:Grouped", "url": server.url, "params": {"whole_groups": True}}}
             ) as suite:
                 values = suite.score(request).values[:, 0]
             for group in (5, 9):
@@ -148,7 +148,7 @@ class TestUnderLoad:
         clients, each, sizes = 64, 2000 // 64 + 1, (1, 2, 3)
         dying = Server(*ARGS)
         done, got, lock = threading.Event(), {}, threading.Lock()
-        answered = 0
+        answered, of_the_dying = 0, 0.0
 
         def client(number):
             nonlocal answered
@@ -169,8 +169,10 @@ class TestUnderLoad:
             reward.close()
 
         def killer():
+            nonlocal of_the_dying
             while answered < 700 and not done.is_set():
                 time.sleep(0.02)
+            of_the_dying = metrics(dying)['visual_grpo_reward_requests_total{reward="serving:named"}']
             dying.kill()
 
         try:
@@ -182,6 +184,7 @@ class TestUnderLoad:
             done.set()
             thread.join()
         assert answered == clients * each >= 2000
+        assert of_the_dying > 100
         assert len(got) == sum(sizes[turn % 3] for turn in range(each)) * clients
         for id, scores in got.items():
             assert len(scores) == 1
@@ -245,7 +248,7 @@ REFUSED = {
     "an unknown reward": (message(reward="pickscor"), 404, "no reward 'pickscor'; it has serving:named"),
     "no reward named": (message(reward=None), 422, "several rewards"),
     "no images": (message(reward="brightness"), 422, "reads images"),
-    "cut groups": (message(reward="serving:grouped"), 422, "whole_groups: true"),
+    "cut groups": (message(reward="serving:Grouped"), 422, "whole_groups: true"),
     "a bomb of pixels": (image_message(png(60_000, 60_000, zlib.compress(bytes(10**6)))), 400, "pixel"),
     "a bomb in parts": (image_message(*[png(4000, 4000, b"")] * 9), 400, "above the server's limit"),
     "a bomb of text": (image_message("A" * 1001), 400, "base64|no PNG"),
