@@ -7,7 +7,7 @@ BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := ocr,text,reasoning,dev
+EXTRAS := ocr,serve,text,reasoning,dev
 PYTEST_ARGS ?=
 RUN_ARGS ?=
 

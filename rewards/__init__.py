@@ -39,6 +39,10 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
             "licence": "MIT",
         },
     ),
+    "code": (
+        "visual_grpo.rewards.code:Code",
+        "Share of tests that the completion's Python program passes, run in a sandbox [0, 1].",
+    ),
     "cosine_length": (
         "visual_grpo.rewards.cosine_length:CosineLength",
         "Correctness, worth more when right and short or wrong and long [-1, 1].",
@@ -114,6 +118,10 @@ TABLE: dict[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]] = {
     "reasoning_gym": (
         "visual_grpo.rewards.reasoning_gym:ReasoningGym",
         "Score of the puzzle's own data set in reasoning-gym [0, 1].",
+    ),
+    "remote": (
+        "visual_grpo.rewards.remote:Remote",
+        "A reward on a server (visual-grpo serve-rewards); also given by its URL or by `url:`.",
     ),
     "repetition": ("visual_grpo.rewards.repetition:Repetition", "Penalty on repeated n-grams [-1, 0]."),
     "rubric": (

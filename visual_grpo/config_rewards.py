@@ -45,6 +45,7 @@ class RewardConfig(Section):
 
     reward: str | None = Field(None, description="name or package.module:Name; null = the key")
     weight: float = 1.0
+    url: str | list[str] | None = Field(None, description="server(s) that have the reward: http://HOST:PORT")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward's constructor")
     timeout_s: Annotated[float, Field(gt=0)] | None = Field(120.0, description="of one call; null = none")
     retries: Annotated[int, Field(ge=0)] = 2

@@ -294,8 +294,8 @@ def as_reward(
     """Turn a registered name, class, instance or plain function into a `Reward`.
 
     Args:
-        given: "name", "package.module:Name", a `Reward` (class or instance) or a function, told apart by the names of
-            its parameters.
+        given: "name", "package.module:Name", "http://HOST:PORT/name", a `Reward` (class or instance) or a function, told
+            apart by the names of its parameters.
         name: what to call it in messages.
         params: constructor arguments of a class, or keyword arguments fixed on a function.
         completions: how a TRL function gets them: strings, lists of one message, or decided by its annotation and the data.
@@ -306,6 +306,8 @@ def as_reward(
     # Imported here: the wrapper is itself a `Reward`, and this is the one place from which callers should get one.
     from visual_grpo.reward_functions import FunctionReward
 
+    if isinstance(given, str) and given.startswith(("http://", "https://")):
+        given, params, name = "remote", {"url": given, **(params or {})}, name or given
     label = name or (given if isinstance(given, str) else str(getattr(given, "__name__", type(given).__name__)))
     target = REWARDS.get(given) if isinstance(given, str) else given
     options = dict(params or {})

@@ -35,7 +35,9 @@ class RewardSpec:
 
     name: str
     reward: Any = None
-    """registered name, "package.module:Name", `Reward` or function; None: `name` itself."""
+    """registered name, "package.module:Name", "http://HOST:PORT/name", `Reward` or function; None: `name` itself."""
+    url: str | Sequence[str] | None = None
+    """server(s) that have the reward, replicas of each other; `params` are then those of `rewards/remote.py`."""
     weight: float = 1.0
     params: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = 120.0
@@ -93,6 +95,21 @@ class RewardSpec:
         if self.on_failed not in ("drop", "stop"):
             raise UserError(f"rewards.{self.name}.on_failed is {self.on_failed!r}; give drop or stop.")
 
+    def located(self) -> tuple[Any, dict[str, Any]]:
+        """What to build and with which parameters: the reward itself, or the client of the server that has it."""
+        given = self.name if self.reward is None else self.reward
+        params = dict(self.params)
+        if isinstance(given, str) and given.startswith(("http://", "https://")):
+            given, params = "remote", {"url": given, **params}
+        elif self.url is not None:
+            if not isinstance(given, str):
+                raise UserError(f"rewards.{self.name} has a url, so `reward` must be its name on the server.")
+            named = {} if given == "remote" else {"reward": given}
+            given, params = "remote", {"url": self.url, **named, **params}
+        if given == "remote":
+            params.setdefault("timeout_s", self.timeout_s)
+        return given, params
+
     def matches(self, row: Mapping[str, Any]) -> bool:
         """Say whether this reward applies to a row with metadata `row`."""
         if self.applies is None:
@@ -132,8 +149,7 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._worker: DaemonWorkers | None = None
         self._abandoned: list[Future[Any]] = []
-        given = spec.name if spec.reward is None else spec.reward
-        params = dict(spec.params)
+        given, params = spec.located()
         target = REWARDS.get(given) if isinstance(given, str) else given
         if inspect.isclass(target) and "device" in inspect.signature(target).parameters:
             params.setdefault("device", device)

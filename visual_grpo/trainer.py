@@ -7,6 +7,7 @@ checkpoint. Everything a step draws depends on (seed, step, row) alone, so a res
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -86,6 +87,7 @@ class Trainer:
         self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
         self.step = self.saved = 0  # iterations done, and those in the newest checkpoint
         self.trained_s = 0.0
+        self._intact: dict[str, Any] | None = None  # the state to go on from if this step, or what follows it, fails
         self.tested = not config.self_test.enabled
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None  # found by `resume` where the run had ended
@@ -96,6 +98,13 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the last step; a stop alarm or a failure leaves a checkpoint or the last one intact."""
+        try:
+            return self._run()
+        except RunError:
+            self._save_after_failure()
+            raise
+
+    def _run(self) -> Result:
         train = self.config.train
         if self.step == 0 and self.first is None:
             self.first = self.evaluate(self.config.eval.final_samples)
@@ -120,6 +129,7 @@ class Trainer:
         """One rollout batch and its updates."""
         started = time.perf_counter()
         self.state.step, self.state.on_policy, self._drawn = self.step, True, 0
+        self._intact = self._state()
         with self.watchdog.phase("rollout"):
             rollouts, rewards = self.collect(self._draw())
         with self.watchdog.phase("score"):
@@ -133,6 +143,7 @@ class Trainer:
         stats.update(reward_figures(rewards, rollouts))
         rows, advantages = self.prepare(rollouts, rewards, stats)
         with self.watchdog.phase("train"):
+            self._intact = None  # from here to the end of the step the weights are those of no step
             if OLD in self.stack.needs.weight_sets:
                 self.policy.snapshot(OLD)
             self.update(rows, stats)
@@ -143,6 +154,7 @@ class Trainer:
         self.trained_s += self.ranks.broadcast(time.perf_counter() - started)  # all stop at the same step
         histograms = step_histograms(self.ranks, advantages, rewards.total(), stats)
         self.writer.step(self.step, metrics, histograms, samples=self.geometry.rows_per_step)
+        self._intact = self._state()
         for alarm in self.alarms.check(self.step, metrics):
             self.writer.alarm(alarm)
             if alarm.action == "stop":
@@ -284,21 +296,37 @@ class Trainer:
         with self.watchdog.phase("checkpoint"):
             rng = self.ranks.gather_objects([ckpt.rng_state()])
             if self.ranks.main:
-                state = {
-                    "cursor": self.source.cursor,
-                    "optimizer_steps": self.optimizer.steps_done,
-                    "trained_s": self.trained_s,
-                    "metrics_size": self.writer.folder.metrics_size,
-                    "methods": self.stack.state_dict(),
-                    "normalisers": self.normalisers.state_dict(),
-                    "alarms": self.alarms.state_dict(),
-                }
-                ckpt.save_checkpoint(
-                    self.writer.folder.checkpoints, self.step, policy=self.policy, optimizer=self.optimizer.tensors(),
-                    state=state, rng=rng, keep=self.config.checkpoint.keep,
-                )  # fmt: skip
+                self._write(self._state(), rng)
             self.ranks.barrier()
         self.saved = self.step
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside weights and optimizer, as it is now."""
+        return {
+            "cursor": self.source.cursor,
+            "optimizer_steps": self.optimizer.steps_done,
+            "trained_s": self.trained_s,
+            "metrics_size": self.writer.folder.metrics_size,
+            "methods": copy.deepcopy(self.stack.state_dict()),
+            "normalisers": copy.deepcopy(self.normalisers.state_dict()),
+            "alarms": self.alarms.state_dict(),
+            "rng": ckpt.rng_state(),
+        }
+
+    def _write(self, state: dict[str, Any], rng: list[Any]) -> None:
+        ckpt.save_checkpoint(
+            self.writer.folder.checkpoints, self.step, policy=self.policy, optimizer=self.optimizer.tensors(),
+            state={k: v for k, v in state.items() if k != "rng"}, rng=rng, keep=self.config.checkpoint.keep,
+        )  # fmt: skip
+
+    def _save_after_failure(self) -> None:
+        """Keep the steps since the last checkpoint if the failure left their weights whole (a reward server that is gone).
+
+        Without collectives: the other processes may have ended.
+        """
+        if self._intact is not None and self.step != self.saved and self.ranks.main:
+            self._write(self._intact, [self._intact["rng"]])
+            self.saved = self.step
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start if there is none."""

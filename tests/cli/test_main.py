@@ -48,7 +48,7 @@ def test_help_lists_the_commands_and_is_fast() -> None:
     done = run("--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
-    for command in ("train", "eval", "score", "list", "recipe", "compare", "testbed", "benchmark"):
+    for command in ("train", "eval", "score", "list", "recipe", "compare", "serve-rewards", "testbed", "benchmark"):
         assert command in done.stdout
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1, f"--help took {spent:.2f} s of processor time"
@@ -56,7 +56,19 @@ def test_help_lists_the_commands_and_is_fast() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "eval", "score", "list", "recipe", "recipe show", "compare", "testbed", "testbed build", "benchmark"],
+    [
+        "train",
+        "eval",
+        "score",
+        "list",
+        "recipe",
+        "recipe show",
+        "compare",
+        "serve-rewards",
+        "testbed",
+        "testbed build",
+        "benchmark",
+    ],
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
@@ -79,6 +91,9 @@ WRONG = [
     ["eval", "no_such_eval", "--images", "."],
     ["score", "--reward", "no_such_reward", "--images", ".", "--prompts", "no_such_file.txt"],
     ["score", "--images", "."],
+    ["serve-rewards", "no_such_reward"],
+    ["serve-rewards", "brightness", "jpeg_compressibility.batch_size=2"],
+    ["serve-rewards", "brightness", "brightness.params.size=2"],
     ["compare"],
     ["compare", "no_such_run"],
     ["testbed", "build", "no_such_model"],

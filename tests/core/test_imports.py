@@ -39,6 +39,9 @@ OUTER = ("visual_grpo.rewards", "visual_grpo.pipelines", "visual_grpo.eval")
 # runs rivals.
 OWNERS = ("visual_grpo.adapters", "visual_grpo.rewards", "visual_grpo.testbed", "visual_grpo.eval.benchmarks")
 HEAVY = {
+    "fastapi": ("visual_grpo.reward_server",),
+    "uvicorn": ("visual_grpo.reward_server",),
+    "httpx": ("visual_grpo.rewards.remote",),
     "diffusers": (*OWNERS, "visual_grpo.checkpoint"),
     "transformers": OWNERS,
     "open_clip": OWNERS,

@@ -67,6 +67,21 @@ def cider_params(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def image_server():
+    """A reward server with `jpeg_incompressibility`."""
+    sys.path.insert(0, str(Path(__file__).parent))  # the server imports rewards of this module by name
+    from serving import serving
+
+    with serving("jpeg_incompressibility") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def remote_params(image_server):
+    return {"url": image_server.url}
+
+
+@pytest.fixture(scope="session")
 def tiny_clip(tmp_path_factory):
     """Folder of a random `CLIPModel` with processor; its tokenizer knows single characters."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer

@@ -21,6 +21,7 @@ from visual_grpo.cli.eval import command as eval_command
 from visual_grpo.cli.list import command as list_command  # `list` is that module here, not the builtin
 from visual_grpo.cli.recipe import app as recipe_app
 from visual_grpo.cli.score import command as score_command
+from visual_grpo.cli.serve_rewards import command as serve_rewards_command
 from visual_grpo.cli.testbed import app as testbed_app
 from visual_grpo.cli.train import command as train_command
 from visual_grpo.errors import RunError, UserError
@@ -42,6 +43,7 @@ app.command("score")(score_command)
 app.command("list")(list_command)
 app.add_typer(recipe_app, name="recipe")
 app.command("compare")(compare_command)
+app.command("serve-rewards")(serve_rewards_command)
 app.add_typer(testbed_app, name="testbed")
 app.command("benchmark")(benchmark_command)
 
