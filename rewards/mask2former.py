@@ -19,11 +19,11 @@ from torch.nn.functional import interpolate, normalize
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import to_pil
+from visual_grpo.rewards.geneval_rules import COLORS
 from visual_grpo.rewards.pickscore import load_weights
 
 __all__ = ["COLORS", "ColorClassifier", "Instance", "Mask2FormerDetector", "find_instances"]
 
-COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 RENAMED = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
 """GenEval's names of three COCO classes."""
