@@ -19,7 +19,10 @@ from visual_grpo.reward import to_pil
 from visual_grpo.rewards.ocr import Ocr
 from visual_grpo.rewards.ocr_score import match_text
 
-__all__ = ["evaluate", "evaluate_folder", "summarise"]
+__all__ = ["SAMPLES", "evaluate", "evaluate_folder", "summarise"]
+
+SAMPLES = 1
+"""images of a prompt in the published protocol"""
 
 
 def evaluate_folder(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,10 +41,14 @@ def command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for results and samples.")
     ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Paired differences B - A of two result folders, in place of a run."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Evaluate a model (--model), or images or texts that exist already, under a published protocol."""
-    from visual_grpo.cli.output import as_mapping, print_json, print_mapping
+    from visual_grpo.cli.output import as_mapping
     from visual_grpo.config_text import parse_overrides
     from visual_grpo.errors import UserError
     from visual_grpo.registry import EVALS
@@ -52,6 +56,13 @@ def command(
     EVALS.target(name)  # an unknown name is refused before anything is loaded
     sources = {"--model": model, "--images": images, "--texts": texts}
     given = [option for option, value in sources.items() if value is not None]
+    if compare is not None:
+        if given or options or adapter or prompts or out:
+            raise UserError("--compare reads two result folders; it takes no model, images, texts, prompts or options.")
+        from visual_grpo.registry import load_object
+
+        show(name, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
+        return
     if len(given) != 1:
         raise UserError(
             f"visual-grpo eval needs one of --model PATH, --images DIR and --texts FILE; "
@@ -69,8 +80,21 @@ def command(
     from visual_grpo.api import evaluate
 
     result = evaluate(name, model=model, adapter=adapter, images=images, prompts=prompts, out=out, **extra)
-    values = as_mapping(result)
+    show(name, as_mapping(result), as_json)
+
+
+def show(name: str, values: dict[str, Any], as_json: bool) -> None:
+    """Print a summary: its `table` with intervals where it has one, else its figures."""
+    from visual_grpo.cli.output import print_json, print_mapping, print_table
+
+    table = values.get("table")
     if as_json:
         print_json(values)
-    else:
+    elif table:
+        columns = [column for column in _COLUMNS if any(column in row for row in table)]
+        print_table(name, columns, [[row.get(column) for column in columns] for row in table])
+    elif values:
         print_mapping(name, values)
+
+
+_COLUMNS = ("group", "figure", "a", "b", "value", "low", "high", "p_value", "images", "prompts")
