@@ -48,7 +48,7 @@ class RapidOcrEngine:
             detect: look for lines of text; False reads the whole image as one line (cards with a single word).
             arena: keep the memory of a run for the next one. The library's default, off, asks the system for all of it anew in
                 every run.
-            batch: pictures or lines of a run at most.
+            batch: lines, or pictures of 256 x 256, of a run at most; larger pictures are fewer.
         """
         try:
             from rapidocr import RapidOCR
@@ -141,7 +141,9 @@ class RapidOcrEngine:
             prepare.limit_side_len = 1
         inputs = [prepare(picture) for picture in shown]
         found: list[np.ndarray | None] = [None] * len(shown)
-        for rows in _equal([None if given is None else given.shape for given in inputs], self.batch):
+        pixels = max((given.shape[2] * given.shape[3] for given in inputs if given is not None), default=1)
+        most = max(1, self.batch * 256 * 256 // pixels)  # large pictures are slower together than one by one
+        for rows in _equal([None if given is None else given.shape for given in inputs], most):
             maps = detector.session(np.concatenate([inputs[i] for i in rows]))
             for place, i in enumerate(rows):
                 corners, _ = detector.postprocess_op(maps[place : place + 1], originals[i].shape[:2])
