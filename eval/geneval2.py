@@ -98,8 +98,8 @@ def evaluate(
         chosen = [line for line in lines if line["atom_count"] == atoms]
         rows.append(figure(str(atoms), chosen, "gm", scale=100.0, group="atoms"))
     summary = {"am": rows[0]["value"], "gm": rows[1]["value"], "judge": name, "images": len(lines)}
-    for group in ("skill", "atoms"):
-        summary[f"{group}s".replace("ss", "s")] = {r["figure"]: r["value"] for r in rows if r["group"] == group}
+    for key, group in (("skills", "skill"), ("atoms", "atoms")):
+        summary[key] = {row["figure"]: row["value"] for row in rows if row["group"] == group}
     return finish({**summary, "table": rows}, lines, out=out, verdict=_verdict, grid=grid)
 
 
