@@ -18,7 +18,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "dpg": ("visual_grpo.eval.dpg:evaluate", "DPG-Bench: yes/no questions about dense prompts, with dependencies."),
     "fid": ("visual_grpo.eval.fid:evaluate", "Frechet distance of image features to a reference set."),
     "geneval": ("visual_grpo.eval.geneval:evaluate", "GenEval: objects, counts, colours and positions of the prompt."),
-    "geneval2": ("visual_grpo.eval.geneval2:evaluate", "GenEval2: soft answers of a judge about compositional prompts."),
+    "geneval2": (
+        "visual_grpo.eval.geneval2:evaluate",
+        "GenEval2: soft answers of a judge about compositional prompts.",
+    ),
     "ocr": ("visual_grpo.eval.ocr:evaluate", "OCR accuracy: the prompt's quoted text is readable in the image."),
     "preference": (
         "visual_grpo.eval.preference:evaluate",

@@ -58,7 +58,9 @@ def _figures(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
     def numeric(name: str) -> bool:
         values = [line.get(name) for line in lines]
-        return all(v is None or isinstance(v, bool | int | float) for v in values) and any(v is not None for v in values)
+        return all(v is None or isinstance(v, bool | int | float) for v in values) and any(
+            v is not None for v in values
+        )
 
     return sorted(name for name in names if name not in _NOT_FIGURES and numeric(name))
 
@@ -76,7 +78,9 @@ def compare_lines(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
     left, right = _keyed(a), _keyed(b)
     shared = [key for key in left if key in right]
     if not shared:
-        raise UserError("--compare: the two have no image of the same prompt in common; evaluate both on one prompt file.")
+        raise UserError(
+            "--compare: the two have no image of the same prompt in common; evaluate both on one prompt file."
+        )
     names = [name for name in _figures(a) if name in _figures(b)]
     if not names:
         raise UserError("--compare: the result lines have no figure in common; compare two results of one evaluation.")

@@ -75,7 +75,9 @@ def evaluate(
     if images is None:
         raise UserError("compbench needs a folder of images (--images DIR) or a model (--model PATH).")
     if category not in CATEGORIES or parser not in ("rules", "spacy"):
-        raise UserError(f"compbench: category is {category!r} and parser {parser!r}; give {', '.join(CATEGORIES)}, and rules or spacy.")
+        raise UserError(
+            f"compbench: category is {category!r} and parser {parser!r}; give {', '.join(CATEGORIES)}, and rules or spacy."
+        )
     keep = DetectionFilter(threshold=threshold, counting_threshold=threshold)
     by_judge = category in ("color", "shape", "texture")
     asked = load_judge(judge) if by_judge else None
@@ -112,7 +114,9 @@ def _by_judge(judge: Any, image: Any, row: Mapping[str, Any], parser: str) -> di
     phrases = noun_phrases(row, parser)[:8]
     if not phrases:
         return _entry(row, None, "no noun phrase")
-    values = judge.probability([image] * len(phrases), [f"{phrase}?" for phrase in phrases], [YES] * len(phrases)).tolist()
+    values = judge.probability(
+        [image] * len(phrases), [f"{phrase}?" for phrase in phrases], [YES] * len(phrases)
+    ).tolist()
     reason = ", ".join(f"{phrase} {value:.2f}" for phrase, value in zip(phrases, values, strict=True))
     return _entry(row, attribute_score(values), reason)
 

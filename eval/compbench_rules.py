@@ -26,7 +26,14 @@ DIRECTIONS = {
 _PHRASES = sorted([*NEAR, *(phrase for group in DIRECTIONS.values() for phrase in group)], key=len, reverse=True)
 _RELATION = re.compile(r"^(.*?)\s+(?:is\s+|are\s+)?(" + "|".join(_PHRASES) + r")\s+(.*)$")
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_IRREGULAR = {"people": "person", "men": "man", "women": "woman", "children": "child", "mice": "mouse", "geese": "goose"}
+_IRREGULAR = {
+    "people": "person",
+    "men": "man",
+    "women": "woman",
+    "children": "child",
+    "mice": "mouse",
+    "geese": "goose",
+}
 _SKIPPED = {"top", "the top", "the side", "the left", "the right", "the bottom"}
 _ARTICLE = re.compile(r"^(?:a|an|the|one)\s+")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visual_grpo.errors import UserError
-from visual_grpo.eval.features import load_features
+from visual_grpo.eval.features import load_features, pack, unpack
 from visual_grpo.eval.images import ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
 
@@ -69,9 +69,7 @@ def evaluate(
 
     name = features if isinstance(features, str) else type(features).__name__
     found = find_samples(images, prompts)
-    lines = score_samples(
-        found, score, name="diversity", out=out, settings={"features": name}, batch_size=batch_size
-    )
+    lines = score_samples(found, score, name="diversity", out=out, settings={"features": name}, batch_size=batch_size)
     groups = _groups(lines)
     if not groups:
         raise UserError("diversity needs at least two images of a prompt; sample more (samples=4).")
@@ -85,7 +83,7 @@ def evaluate(
 
 def _line(sample: ImageSample, row: Tensor) -> dict[str, Any]:
     prompt, tag = str(sample.metadata.get("prompt", "")), sample.metadata.get("tag")
-    return {"prompt": prompt, "tag": tag, "features": [round(value, 6) for value in row.tolist()]}
+    return {"prompt": prompt, "tag": tag, "features": pack(row)}
 
 
 def _groups(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,7 +95,7 @@ def _groups(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in members.values():
         value = None
         if len(group) > 1:
-            value = mean_pairwise_distance(torch.tensor([line["features"] for line in group]))
+            value = mean_pairwise_distance(unpack(group))
             groups.append({"prompt": group[0]["prompt"], "tag": group[0]["tag"], "diversity": value})
         for line in group:
             line["diversity"] = value

@@ -70,7 +70,9 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
             parents = tuple(int(part) for part in row["dependency"].split(",") if part.strip() and int(part) != 0)
             identity = int(row["proposition_id"])
         except ValueError as error:
-            raise UserError(f"{path}, row {number}: {error}; proposition_id and dependency are whole numbers.") from error
+            raise UserError(
+                f"{path}, row {number}: {error}; proposition_id and dependency are whole numbers."
+            ) from error
         category = row["tuple"].partition("(")[0].strip()
         text = row["question_natural_language"]
         item.questions.append(Question(id=identity, text=text, parents=parents, category=category))
@@ -118,7 +120,9 @@ def _tiles(image: Tensor, resolution: int | None) -> list[Tensor]:
         return [image]
     rows, columns = image.shape[-2] // resolution, image.shape[-1] // resolution
     if not rows or not columns:
-        raise UserError(f"dpg: an image of {image.shape[-1]} x {image.shape[-2]} holds no tile of resolution={resolution}.")
+        raise UserError(
+            f"dpg: an image of {image.shape[-1]} x {image.shape[-2]} holds no tile of resolution={resolution}."
+        )
     return [
         image[:, r * resolution : (r + 1) * resolution, c * resolution : (c + 1) * resolution]
         for r in range(rows)
@@ -182,7 +186,12 @@ def evaluate(
     for broad in dict.fromkeys(answer["category"].partition("-")[0].strip() for answer in answered):
         chosen = [a for a in answered if a["category"].partition("-")[0].strip() == broad]
         rows.append(figure(broad, chosen, "right", scale=100.0, group="category"))
-    summary = {"score": rows[0]["value"], "judge": name, "prompts": len(means), "images": sum(m["images"] for m in means)}
+    summary = {
+        "score": rows[0]["value"],
+        "judge": name,
+        "prompts": len(means),
+        "images": sum(m["images"] for m in means),
+    }
     summary |= {"categories": {row["figure"]: row["value"] for row in rows[1:]}, "table": rows}
     return finish(summary, lines, out=out, verdict=_verdict, grid=grid)
 

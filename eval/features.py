@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -12,7 +14,7 @@ from torch.nn.functional import interpolate
 from visual_grpo.errors import UserError
 from visual_grpo.registry import load_object
 
-__all__ = ["load_features", "pixel_features"]
+__all__ = ["load_features", "pack", "pixel_features", "unpack"]
 
 FEATURES = {
     "pixels": "visual_grpo.eval.features:pixel_features",
@@ -46,3 +48,18 @@ def load_features(given: Any) -> Callable[[Tensor], Tensor]:
         raise UserError(f"the image features {given!r} are no function of images [N, 3, H, W] that returns [N, D].")
     found: Callable[[Tensor], Tensor] = given
     return found
+
+
+def pack(row: Tensor) -> str:
+    """Features [D] as text for a result line: base64 of little-endian float32."""
+    return base64.b64encode(row.detach().cpu().numpy().astype("<f4").tobytes()).decode()
+
+
+def unpack(lines: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Features [N, D] of result lines.
+
+    >>> unpack([{"features": pack(torch.tensor([1.0, 0.5]))}])
+    tensor([[1.0000, 0.5000]])
+    """
+    rows = [np.frombuffer(base64.b64decode(line["features"]), dtype="<f4") for line in lines]
+    return torch.from_numpy(np.stack(rows).astype(np.float32))

@@ -42,7 +42,9 @@ def geometric_mean(scores: Sequence[float]) -> float:
 def _questions(sample: ImageSample) -> list[tuple[str, str]]:
     given = sample.metadata.get("vqa_list")
     if not given or any(len(pair) != 2 for pair in given):
-        raise UserError(f"{sample.file}: its metadata has no vqa_list of [question, answer]; geneval2 needs its prompt file.")
+        raise UserError(
+            f"{sample.file}: its metadata has no vqa_list of [question, answer]; geneval2 needs its prompt file."
+        )
     return [(str(question), str(answer)) for question, answer in given]
 
 

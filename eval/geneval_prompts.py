@@ -133,7 +133,9 @@ def share_out(count: int, mix: Mapping[str, float]) -> dict[str, int]:
     """
     total = sum(mix.values())
     if count < 1 or total <= 0 or min(mix.values()) < 0:
-        raise UserError(f"prompts need a count of at least 1 and weights from 0, not all 0; got {count} and {dict(mix)}.")
+        raise UserError(
+            f"prompts need a count of at least 1 and weights from 0, not all 0; got {count} and {dict(mix)}."
+        )
     exact = {tag: count * weight / total for tag, weight in mix.items()}
     counts = {tag: int(value) for tag, value in exact.items()}
     for tag in sorted(exact, key=lambda t: counts[t] - exact[t])[: count - sum(counts.values())]:

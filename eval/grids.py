@@ -31,7 +31,11 @@ def pick_evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def write_grids(
-    folder: Path, lines: Sequence[Mapping[str, Any]], verdict: Callable[[Mapping[str, Any]], Verdict], *, count: int = 24
+    folder: Path,
+    lines: Sequence[Mapping[str, Any]],
+    verdict: Callable[[Mapping[str, Any]], Verdict],
+    *,
+    count: int = 24,
 ) -> list[Path]:
     """Write successes.png and failures.png; a grid without pictures is not written, and one of before is removed.
 

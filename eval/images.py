@@ -23,7 +23,7 @@ from visual_grpo.errors import UserError
 from visual_grpo.reward import to_pil
 from visual_grpo.run_folder import write_atomic
 
-__all__ = ["ImageSample", "find_samples", "load_batches", "load_image", "read_lines", "write_samples"]
+__all__ = ["ImageSample", "find_pictures", "find_samples", "load_batches", "load_image", "read_lines", "write_samples"]
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _FLAT = re.compile(r"^(\d+)(?:[_-](\d+))?$")
@@ -83,6 +83,15 @@ def find_samples(folder: str | Path, prompts: str | Path | None = None) -> list[
     if not samples:
         raise UserError(f"{str(root)!r} has no images: neither 00000/samples/0000.png nor 00000.png was found.")
     return samples
+
+
+def find_pictures(folder: str | Path) -> list[ImageSample]:
+    """List all images of a folder and below, sorted by path, each a sample of its own without a prompt."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"there is no folder {str(root)!r}.")
+    files = sorted(f for f in root.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+    return [ImageSample(file=f, index=i, metadata={}) for i, f in enumerate(files)]
 
 
 def _nested(folders: Sequence[Path], rows: Sequence[dict[str, Any]] | None) -> Iterator[ImageSample]:

@@ -21,7 +21,16 @@ from visual_grpo.eval.intervals import bootstrap_interval
 from visual_grpo.json_lines import json_line, read_jsonl
 from visual_grpo.run_folder import write_atomic
 
-__all__ = ["check_settings", "figure", "finish", "markdown_table", "progress_bar", "prompt_clusters", "score_samples", "table_cells"]
+__all__ = [
+    "check_settings",
+    "figure",
+    "finish",
+    "markdown_table",
+    "progress_bar",
+    "prompt_clusters",
+    "score_samples",
+    "table_cells",
+]
 
 Line = dict[str, Any]
 SETTINGS, RESULTS = "settings.json", "results.jsonl"

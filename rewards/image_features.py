@@ -30,7 +30,9 @@ class _Features:
             if self._loaded is None:
                 from transformers import AutoImageProcessor, AutoModel
 
-                processor = load_weights(f"the processor of {self.name}", self.model, AutoImageProcessor.from_pretrained)
+                processor = load_weights(
+                    f"the processor of {self.name}", self.model, AutoImageProcessor.from_pretrained
+                )
                 model = load_weights(self.name, self.model, AutoModel.from_pretrained)
                 self._loaded = model.to(self.device).eval().requires_grad_(False), processor
             return self._loaded

@@ -58,7 +58,9 @@ class RapidOcrEngine:
             ) from error
         logging.getLogger("RapidOCR").setLevel(logging.ERROR)  # before the first of its lines
         if batch < 1 or (coarse_side is not None and coarse_side < 32):
-            raise UserError(f"rapidocr: batch is {batch} and coarse_side {coarse_side}; they must be at least 1 and 32.")
+            raise UserError(
+                f"rapidocr: batch is {batch} and coarse_side {coarse_side}; they must be at least 1 and 32."
+            )
         self.detect, self.batch, self.coarse_side = detect, batch, coarse_side
         self._engine = RapidOCR(
             params={

@@ -32,7 +32,9 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 class Judge(Protocol):
     """Anything that answers questions about images."""
 
-    def probability(self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]) -> Tensor:
+    def probability(
+        self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]
+    ) -> Tensor:
         """Probability [n] that the answer begins with a token of one of its accepted forms."""
 
     def answer(self, images: Sequence[Image.Image], questions: Sequence[str]) -> list[str]:
@@ -104,7 +106,12 @@ class BlipJudge(_Loaded):
     """BLIP-VQA (T2I-CompBench's judge of attributes): probability of the answer's first token."""
 
     def __init__(
-        self, *, model: str = "Salesforce/blip-vqa-base", device: str | None = None, dtype: str = "float32", batch: int = 16
+        self,
+        *,
+        model: str = "Salesforce/blip-vqa-base",
+        device: str | None = None,
+        dtype: str = "float32",
+        batch: int = 16,
     ) -> None:
         super().__init__(model, device, dtype)
         self.batch = batch
@@ -115,7 +122,9 @@ class BlipJudge(_Loaded):
         return self.load("the judge blip", BlipForQuestionAnswering)
 
     @torch.no_grad()
-    def probability(self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]) -> Tensor:
+    def probability(
+        self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]
+    ) -> Tensor:
         """See `Judge`."""
         model, processor = self._models()
         parts = []
@@ -176,7 +185,9 @@ class VlmJudge(_Loaded):
         return model, processor, given.to(self.device)
 
     @torch.no_grad()
-    def probability(self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]) -> Tensor:
+    def probability(
+        self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]
+    ) -> Tensor:
         """See `Judge`; one question at a time, so that no padding changes another's answer."""
         parts = []
         for image, question, accepted in zip(images, questions, forms, strict=True):

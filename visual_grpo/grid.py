@@ -173,9 +173,7 @@ def _tiles(images: Tensor, upscale: int | None) -> tuple[list[Image], int]:
     return tiles, factor
 
 
-def _corners(
-    count: int, columns: int, width: int, height: int, *, pairs: bool, lines: int
-) -> list[tuple[int, int]]:
+def _corners(count: int, columns: int, width: int, height: int, *, pairs: bool, lines: int) -> list[tuple[int, int]]:
     """Upper left corners of the tiles; the two pictures of a pair stand closer together."""
     cell = height + (lines + 1) * _LINE + _GAP
 

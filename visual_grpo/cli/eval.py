@@ -43,7 +43,9 @@ def command(
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Paired differences B - A of two result folders, in place of a run."),
+        typer.Option(
+            "--compare", metavar="A B", help="Paired differences B - A of two result folders, in place of a run."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -24,7 +24,9 @@ def geneval(
     mix: Annotated[
         str,
         typer.Option(
-            "--mix", metavar="TASK=W,...", help="Weights of the tasks: 'equal', 'flow_grpo', or position=7,counting=5,..."
+            "--mix",
+            metavar="TASK=W,...",
+            help="Weights of the tasks: 'equal', 'flow_grpo', or position=7,counting=5,...",
         ),
     ] = "equal",
     classes: Annotated[
@@ -33,7 +35,9 @@ def geneval(
     ] = None,
     exclude: Annotated[
         list[Path] | None,
-        typer.Option("--exclude", metavar="FILE", exists=True, dir_okay=False, help="Prompt file to leave out (the test)."),
+        typer.Option(
+            "--exclude", metavar="FILE", exists=True, dir_okay=False, help="Prompt file to leave out (the test)."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 43,
     max_count: Annotated[int, typer.Option("--max-count", help="Largest number of objects in a counting prompt.")] = 4,

@@ -41,7 +41,9 @@ class SceneJudge:
             answers.append(_answer(found[id(image)], question.lower()))
         return answers
 
-    def probability(self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]) -> Tensor:
+    def probability(
+        self, images: Sequence[Image.Image], questions: Sequence[str], forms: Sequence[Sequence[str]]
+    ) -> Tensor:
         """1 where the answer is one of the accepted forms, else 0: [n]."""
         given = self.answer(images, questions)
         accepted = [{form.strip().lower() for form in some} for some in forms]
