@@ -1,6 +1,6 @@
 """DPG-Bench (ELLA, arXiv 2403.05135): yes/no questions about dense prompts, with dependencies between questions.
 
-1065 prompts, 4 images each, tiled 2 x 2 in one file or in folders of their own. A question counts as right if the judge's answer is
+1065 prompts, 4 images each, tiled 2 x 2 in one file or in folders of their own. A question counts as right if the answer is
 exactly "yes"; one whose parent is wrong is wrong too. Published figures use mPLUG-large as judge, and their script never asks
 the first question of the file (`skip_first_row`).
 """

@@ -1,7 +1,7 @@
 """Frechet distance of image features to a reference set (FID with Inception features), by torchmetrics.
 
 FID falls with the number of images: compare only sets of one size. Its interval is the spread over resamples of the generated
-images around the value, for a resample has doubled images and so a larger distance itself. Extra: `pip install 'visual-grpo[fid]'`.
+images around the value, for a resample has doubled images and so a larger distance itself. Needs the extra `fid`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _inception_network() -> Any:
             _networks["inception"] = _metric(2048).inception.eval()
         except (OSError, RuntimeError) as error:  # the weights are fetched at the first use
             raise UserError(
-                f"features=inception needs the Inception weights, which could not be fetched ({str(error).splitlines()[0]}); load "
-                f"them once where there is network, or give features=dino, or package.module:Name."
+                f"features=inception needs the Inception weights, which could not be fetched ({str(error).splitlines()[0]}); "
+                f"load them once where there is network, or give features=dino, or package.module:Name."
             ) from error
     return _networks["inception"]
 

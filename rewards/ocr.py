@@ -15,8 +15,8 @@ from PIL import Image
 from visual_grpo.errors import UserError
 from visual_grpo.registry import load_object
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
-from visual_grpo.rewards.rapidocr_engine import RapidOcrEngine
 from visual_grpo.rewards.ocr_score import Line, OcrMatch, TextRules, match_text, quoted_text, reading_order
+from visual_grpo.rewards.rapidocr_engine import RapidOcrEngine
 
 __all__ = ["Ocr", "OcrEngine", "RapidOcrEngine"]
 

@@ -56,7 +56,7 @@ def test_help_lists_the_commands_and_is_fast() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "eval", "score", "list", "recipe", "recipe show", "compare", "testbed", "testbed build", "benchmark"],
+    ["train", "eval", "score", "list", "recipe", "recipe show", "prompts geneval", "compare", "testbed", "benchmark"],
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
