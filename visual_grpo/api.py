@@ -202,7 +202,7 @@ def evaluate(
         folder = Path(out if out is not None else f"eval-{name}")
         prescribed = getattr(sys.modules.get(protocol.__module__), "SAMPLES", 4)
         if prompts is None and model.startswith("testbed/"):
-            prompts = "testbed/arithmetic" if name == "text" else "testbed/scenes"
+            prompts = {"text": "testbed/arithmetic", "ocr": "testbed/words"}.get(name, "testbed/scenes")
         if prompts is None:
             raise UserError(f"evaluation {name!r} of a model needs its prompts: --prompts FILE")
         made = load_object("visual_grpo.eval.generate:generate")(
@@ -210,13 +210,15 @@ def evaluate(
             family=family, samples=prescribed if samples is None else samples, batch=batch, seed=seed, sampling=sampling,
             dtype=dtype,
         )  # fmt: skip
-        if os.environ.get("RANK", "0") != "0":
-            return {}
         out = folder
         if Path(made).is_file():
             options["texts"], prompts = made, Path(made).with_name("prompts.jsonl")
         else:
             images, prompts = made, None  # the folder holds each prompt's metadata
+    elif samples is not None:
+        raise UserError("samples is how many images to make of each prompt; it belongs to a model (--model PATH)")
+    if os.environ.get("RANK", "0") != "0":
+        return {}
     accepted = inspect.signature(protocol).parameters
     given = {"images": images, "prompts": prompts, "out": out, **options}
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
