@@ -94,7 +94,10 @@ def evaluate(
         return [rule(objects, row, near) for objects, row in zip(found, rows, strict=True)]
 
     source = judge if by_judge else detector
-    settings = {"category": category, "source": source if isinstance(source, str) else type(source).__name__}
+    settings: dict[str, Any] = {
+        "category": category,
+        "source": source if isinstance(source, str) else type(source).__name__,
+    }
     settings |= {"threshold": threshold, "near": near, "parser": parser}
     samples = find_samples(images, prompts)
     lines = score_samples(samples, score, name="compbench", out=out, settings=settings, batch_size=batch_size)

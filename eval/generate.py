@@ -111,7 +111,13 @@ def generate(
         raise UserError(f"samples and batch must be at least 1; they are {samples} and {batch}.")
     with Ranks() as ranks:
         if ranks.main:
-            settings = {"model": model, "adapter": lora, "family": family, "samples": samples, "seed": seed}
+            settings: dict[str, Any] = {
+                "model": model,
+                "adapter": lora,
+                "family": family,
+                "samples": samples,
+                "seed": seed,
+            }
             settings |= {"sampling": dict(sampling or {}), "dtype": dtype, "prompts": _digest(rows)}
             check_settings(out, settings, "samples")
         ranks.barrier()

@@ -165,11 +165,19 @@ def figure(
         figure, group, value, low, high (None where no line has a value), images, prompts.
     """
     values = [line.get(key) if isinstance(key, str) else key(line) for line in lines]
-    known = [i for i, value in enumerate(values) if value is not None and value == value]
-    row = {"figure": name, "group": group, "value": None, "low": None, "high": None, "images": len(known), "prompts": 0}
+    known = {i: float(value) for i, value in enumerate(values) if value is not None and value == value}
+    row: dict[str, Any] = {
+        "figure": name,
+        "group": group,
+        "value": None,
+        "low": None,
+        "high": None,
+        "images": len(known),
+        "prompts": 0,
+    }
     if known:
         clusters = prompt_clusters(lines)
-        found = bootstrap_interval([float(values[i]) for i in known], clusters=[clusters[i] for i in known])
+        found = bootstrap_interval(list(known.values()), clusters=[clusters[i] for i in known])
         row |= {"value": found.mean * scale, "low": found.low * scale, "high": found.high * scale}
         row["prompts"] = found.count
     return row

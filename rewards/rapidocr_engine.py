@@ -106,7 +106,7 @@ class RapidOcrEngine:
             [] if found is None else engine.crop_text_regions(p, found)
             for p, found in zip(pictures, boxes, strict=True)
         ]
-        answers = []
+        answers: list[list[Line]] = []
         for image, found, record, texts in zip(images, boxes, records, self._read(crops), strict=True):
             kept = [i for i, (text, _) in enumerate(texts) if text.strip()]
             if found is None or not kept:
@@ -162,14 +162,14 @@ class RapidOcrEngine:
         owners: list[tuple[int, int]] = []
         for picture, lines in enumerate(crops):
             own = [line.shape[1] / line.shape[0] for line in lines]
-            order = np.argsort(np.array(own)) if own else []
+            order = np.argsort(np.array(own)).tolist()
             for start in range(0, len(lines), recogniser.rec_batch_num):
                 part = order[start : start + recogniser.rec_batch_num]
                 widest = max([width / height, *(own[i] for i in part)])
                 for i in part:
                     flat.append(lines[i])
                     ratios.append(widest)
-                    owners.append((picture, int(i)))
+                    owners.append((picture, i))
         answers: list[list[tuple[str, float]]] = [[("", 0.0)] * len(lines) for lines in crops]
         for rows in _equal([int(height * ratio) for ratio in ratios], self.batch):
             widest = ratios[rows[0]]

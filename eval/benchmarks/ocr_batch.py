@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ def cards(texts: Sequence[str], side: int, seed: int) -> list[Image.Image]:
     return drawn
 
 
-def _timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
+def _timed(engine: RapidOcrEngine, pictures: Sequence[Image.Image], many: bool) -> tuple[Any, float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
-    answer = call()
+    answer = engine.recognise_many(pictures) if many else [engine.recognise(picture) for picture in pictures]
     return answer, time.perf_counter() - wall, time.process_time() - cpu
 
 
@@ -89,8 +89,7 @@ def run(
     base = 0.0
     for name, engine, many in arms:
         engine.recognise(pictures[0])  # loads the networks
-        read = (lambda e: e.recognise_many(pictures)) if many else (lambda e: [e.recognise(p) for p in pictures])
-        found, wall, cpu = _timed(lambda e=engine, r=read: r(e))
+        found, wall, cpu = _timed(engine, pictures, many)
         answers = _texts(found)
         reference, base = reference or answers, base or cpu
         rows[name] = {
