@@ -1,12 +1,15 @@
 """Samples of a model for an evaluation: pictures in GenEval's folder layout, or completions as JSON lines. Resumable.
 
-Sample i of prompt p has its own noise, whatever the batch: an interrupted evaluation goes on where it stopped.
+Sample i of prompt p has its own noise, whatever the batch, the number of samples or the processes (`accelerate launch`): an
+interrupted evaluation goes on where it stopped, and a folder begun with another model, seed or prompt file is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,14 @@ import torch
 
 from visual_grpo.config import DataConfig, ModelConfig, validate
 from visual_grpo.data import PromptRow, load_prompts, prompt_batch
+from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
 from visual_grpo.eval.images import write_samples
+from visual_grpo.eval.protocol import check_settings, progress_bar
+from visual_grpo.json_lines import read_jsonl
 from visual_grpo.policy import apply_lora
 from visual_grpo.registry import ADAPTERS
+from visual_grpo.run_folder import write_atomic
 from visual_grpo.types import PromptBatch
 
 
@@ -50,15 +57,20 @@ def guess_family(path: str) -> str:
 
 
 def load_generator(
-    path: str, lora: Path | None, family: str | None, sampling: Mapping[str, Any], dtype: str
+    path: str,
+    lora: Path | None,
+    family: str | None,
+    sampling: Mapping[str, Any],
+    dtype: str,
+    device: torch.device | None = None,
 ) -> tuple[Any, Any]:
     """(adapter with its LoRA applied, sampling options)."""
     name = family or guess_family(path)
     kind: Any = ADAPTERS.get(name)
     options = validate(kind.Sampling, dict(sampling), where="sampling")
     config = validate(ModelConfig, {"adapter": name, "path": path, "dtype": dtype})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    adapter = kind.load(config, device=device, sampling=options)
+    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adapter = kind.load(config, device=where, sampling=options)
     if lora is not None:
         apply_lora(adapter, lora)
     return adapter, options
@@ -95,16 +107,52 @@ def generate(
         `out` for pictures, the file for completions.
     """
     rows = load_prompts(DataConfig(source=prompts, split="heldout" if prompts.startswith("testbed/") else "train"))
-    adapter, options = load_generator(model, lora, family, sampling or {}, dtype)
-    adapter.trainable_module.eval()
-    everything = prompt_batch(rows, samples)
-    if adapter.kind == "autoregressive":
-        out.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(row.metadata) + "\n" for row in rows)
-        (out / "prompts.jsonl").write_text(lines, encoding="utf-8")
-        return _texts(adapter, everything, options, out, batch, seed)
-    _images(adapter, rows, everything, options, out, samples, batch, seed)
-    return out
+    if samples < 1 or batch < 1:
+        raise UserError(f"samples and batch must be at least 1; they are {samples} and {batch}.")
+    with Ranks() as ranks:
+        if ranks.main:
+            settings: dict[str, Any] = {
+                "model": model,
+                "adapter": lora,
+                "family": family,
+                "samples": samples,
+                "seed": seed,
+            }
+            settings |= {"sampling": dict(sampling or {}), "dtype": dtype, "prompts": _digest(rows)}
+            check_settings(out, settings, "samples")
+        ranks.barrier()
+        adapter, options = load_generator(model, lora, family, sampling or {}, dtype, ranks.device)
+        adapter.trainable_module.eval()
+        everything = numbered(prompt_batch(rows, samples), seed, samples)
+        if adapter.kind != "autoregressive":
+            _images(adapter, rows, everything, options, out, samples, batch, seed, ranks)
+        elif ranks.main:
+            lines = "".join(json.dumps(row.metadata) + "\n" for row in rows)
+            write_atomic(out / "prompts.jsonl", lines)
+            _texts(adapter, everything, options, out, batch, seed)
+        ranks.barrier()
+    return out / "completions.jsonl" if adapter.kind == "autoregressive" else out
+
+
+def _digest(rows: list[PromptRow]) -> str:
+    """What tells one prompt set from another, wherever its file lies."""
+    text = json.dumps([row.metadata for row in rows], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sample_id(seed: int, prompt: int, sample: int) -> int:
+    """63-bit id of image `sample` of prompt `prompt`: its noise depends on nothing else.
+
+    >>> sample_id(42, 7, 0) == sample_id(42, 7, 0), sample_id(42, 7, 0) == sample_id(42, 0, 7)
+    (True, False)
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}:{prompt}:{sample}".encode()).digest()[:8], "big") >> 1
+
+
+def numbered(prompts: PromptBatch, seed: int, samples: int) -> PromptBatch:
+    """The batch with `row_ids` by `sample_id`; row i is sample i % `samples` of prompt i // `samples`."""
+    ids = [sample_id(seed, row // samples, row % samples) for row in range(len(prompts))]
+    return replace(prompts, row_ids=torch.tensor(ids, dtype=torch.int64))
 
 
 def _images(
@@ -116,30 +164,31 @@ def _images(
     samples: int,
     batch: int,
     seed: int,
+    ranks: Ranks,
 ) -> None:
-    from rich.progress import track
-
-    out.mkdir(parents=True, exist_ok=True)
     missing = [p for p in range(len(rows)) if not (out / f"{p:05d}" / "samples" / f"{samples - 1:04d}.png").is_file()]
+    ranks.barrier()  # nobody writes before all have looked
+    mine = missing[ranks.rank :: ranks.world]
     size = max(batch // samples, 1)
-    for start in track(range(0, len(missing), size), description="sampling", disable=not missing):
-        chosen = missing[start : start + size]
-        index = torch.tensor([p * samples + i for p in chosen for i in range(samples)])
-        done = adapter.decode(adapter.sample(everything.select(index), seed=seed, sampling=options))
-        for number, p in enumerate(chosen):
-            write_samples(out, p, rows[p].metadata, done.images[number * samples : (number + 1) * samples])
+    with progress_bar(len(mine), "sampling") as advance:
+        for start in range(0, len(mine), size):
+            chosen = mine[start : start + size]
+            index = torch.tensor([p * samples + i for p in chosen for i in range(samples)])
+            done = adapter.decode(adapter.sample(everything.select(index), seed=seed, sampling=options))
+            for number, p in enumerate(chosen):
+                write_samples(out, p, rows[p].metadata, done.images[number * samples : (number + 1) * samples])
+            advance(len(chosen))
 
 
-def _texts(adapter: Any, everything: PromptBatch, options: Any, out: Path, batch: int, seed: int) -> Path:
-    from rich.progress import track
-
+def _texts(adapter: Any, everything: PromptBatch, options: Any, out: Path, batch: int, seed: int) -> None:
     path = out / "completions.jsonl"
-    done = len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
-    with path.open("a", encoding="utf-8") as file:
-        for start in track(range(done, len(everything), batch), description="sampling"):
+    kept = read_jsonl(path, torn_end=True) if path.is_file() else []
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))  # without a line that was cut off
+    with path.open("a", encoding="utf-8") as file, progress_bar(len(everything) - len(kept), "sampling") as advance:
+        for start in range(len(kept), len(everything), batch):
             part = everything.select(torch.arange(start, min(start + batch, len(everything))))
             rows = adapter.decode(adapter.sample(part, seed=seed, sampling=options))
             for prompt, text, cut in zip(part.prompts, rows.texts, rows.truncated.tolist(), strict=True):
                 file.write(json.dumps({"prompt": prompt, "completion": text, "truncated": cut}) + "\n")
             file.flush()
-    return path
+            advance(len(part))

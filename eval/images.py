@@ -6,6 +6,7 @@ out/00000/samples/0000.png      its images
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import to_pil
+from visual_grpo.run_folder import write_atomic
 
-__all__ = ["ImageSample", "find_samples", "load_batches", "read_lines", "write_samples"]
+__all__ = ["ImageSample", "find_pictures", "find_samples", "load_batches", "load_image", "read_lines", "write_samples"]
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _FLAT = re.compile(r"^(\d+)(?:[_-](\d+))?$")
@@ -83,6 +85,15 @@ def find_samples(folder: str | Path, prompts: str | Path | None = None) -> list[
     return samples
 
 
+def find_pictures(folder: str | Path) -> list[ImageSample]:
+    """List all images of a folder and below, sorted by path, each a sample of its own without a prompt."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"there is no folder {str(root)!r}.")
+    files = sorted(f for f in root.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+    return [ImageSample(file=f, index=i, metadata={}) for i, f in enumerate(files)]
+
+
 def _nested(folders: Sequence[Path], rows: Sequence[dict[str, Any]] | None) -> Iterator[ImageSample]:
     for folder in folders:
         index = int(folder.name)
@@ -120,8 +131,8 @@ def _row(rows: Sequence[dict[str, Any]], index: int, where: Path) -> dict[str, A
     return rows[index]
 
 
-def _load(file: Path) -> Tensor:
-    """One image [3, H, W] in [0, 1], turned as its EXIF tag says."""
+def load_image(file: Path) -> Tensor:
+    """Read one image [3, H, W] in [0, 1], turned as its EXIF tag says."""
     try:
         with Image.open(file) as opened:
             image = ImageOps.exif_transpose(opened).convert("RGB")
@@ -134,7 +145,7 @@ def load_batches(samples: Sequence[ImageSample], size: int) -> Iterator[tuple[li
     """Read the images, at most `size` of equal height and width at a time: samples and [n, 3, H, W] in [0, 1]."""
     waiting: list[tuple[ImageSample, Tensor]] = []
     for sample in samples:
-        image = _load(sample.file)
+        image = load_image(sample.file)
         if waiting and (len(waiting) == size or waiting[0][1].shape != image.shape):
             yield [s for s, _ in waiting], torch.stack([i for _, i in waiting])
             waiting = []
@@ -149,4 +160,6 @@ def write_samples(folder: str | Path, index: int, metadata: Mapping[str, Any], i
     (target / "samples").mkdir(parents=True, exist_ok=True)
     (target / "metadata.jsonl").write_text(json.dumps(metadata) + "\n", encoding="utf-8")
     for number, image in enumerate(to_pil(images)):
-        image.save(target / "samples" / f"{number:04d}.png")
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        write_atomic(target / "samples" / f"{number:04d}.png", buffer.getvalue())  # a torn file would count as made

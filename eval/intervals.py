@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Difference", "Interval", "bootstrap_interval", "paired_bootstrap", "paired_difference"]
+__all__ = [
+    "Difference",
+    "Interval",
+    "bootstrap_interval",
+    "paired_bootstrap",
+    "paired_difference",
+    "stratified_interval",
+]
 
 Values = Sequence[float] | np.ndarray
 
@@ -78,6 +85,35 @@ def bootstrap_interval(
     means = _resampled_means(sums, counts, resamples, seed)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(mean=float(sums.sum() / counts.sum()), low=float(low), high=float(high), count=len(sums))
+
+
+def stratified_interval(
+    values: Values,
+    strata: Sequence[str],
+    *,
+    clusters: Sequence[int] | None = None,
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Bootstrap of the unweighted mean of the strata's means (GenEval's overall score), drawing within each stratum.
+
+    >>> stratified_interval([1, 1, 1, 0], ["a", "a", "a", "b"]).mean
+    0.5
+    """
+    if len(strata) != len(values):
+        raise ValueError(f"strata has {len(strata)} entries for {len(values)} values; it needs one a value")
+    kinds = list(dict.fromkeys(strata))
+    means, drawn, count = [], np.zeros(resamples), 0
+    for number, kind in enumerate(kinds):
+        rows = [i for i, stratum in enumerate(strata) if stratum == kind]
+        ids = None if clusters is None else [clusters[i] for i in rows]
+        sums, counts = _items([float(values[i]) for i in rows], ids)
+        means.append(sums.sum() / counts.sum())
+        drawn += _resampled_means(sums, counts, resamples, seed + number) / len(kinds)
+        count += len(sums)
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(mean=float(np.mean(means)), low=float(low), high=float(high), count=count)
 
 
 def paired_bootstrap(

@@ -1,4 +1,4 @@
-"""What the text protocols write, and the paired comparison of two such results.
+"""What the text protocols write.
 
 `items.jsonl` holds one line an independent item (a problem, an image) with its figures; `results.jsonl` one a sample;
 `summary.json` the means with their 95 % bootstrap intervals over items.
@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_grpo.errors import UserError
-from visual_grpo.eval.intervals import bootstrap_interval, paired_bootstrap
+from visual_grpo.eval.intervals import bootstrap_interval
 
-__all__ = ["compare", "means", "write_all"]
+__all__ = ["means", "write_all"]
 
 Item = Mapping[str, Any]
 
@@ -46,59 +45,3 @@ def write_all(
     _write_lines(folder / "results.jsonl", results)
     _write_lines(folder / "items.jsonl", items)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_items(folder: str | Path) -> dict[str, dict[str, Any]]:
-    path = Path(folder) / "items.jsonl"
-    if not path.is_file():
-        raise UserError(
-            f"{str(path)!r} is missing, so there is nothing to compare; run the evaluation with --out {folder} first."
-        )
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return {str(line["item"]): line for line in lines}
-
-
-def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
-    """Paired differences b - a of every figure that both results have, over the items that both have.
-
-    Returns:
-        items; only_a, only_b: items without a partner; table: rows figure, a, b, value (mean of b - a), low, high (95 % paired
-        bootstrap over items), p_value, items.
-
-    Raises:
-        UserError: no results there, or no item in common.
-    """
-    left, right = _read_items(a), _read_items(b)
-    shared = [key for key in left if key in right]
-    if not shared:
-        raise UserError(f"{str(a)!r} and {str(b)!r} have no item in common: they are evaluations of different sets.")
-    names = dict.fromkeys(n for key in shared for n in left[key] if n != "item")
-    table: list[dict[str, Any]] = []
-    for name in names:
-        pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
-        kept = [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
-        if kept:
-            first, second = zip(*kept, strict=True)
-            found = paired_bootstrap(first, second)
-            table.append(
-                {
-                    "figure": name,
-                    "a": sum(first) / len(first),
-                    "b": sum(second) / len(second),
-                    "value": found.mean,
-                    "low": found.low,
-                    "high": found.high,
-                    "p_value": found.p_value,
-                    "items": found.count,
-                }
-            )
-    return {
-        "items": len(shared),
-        "only_a": len(left) - len(shared),
-        "only_b": len(right) - len(shared),
-        "table": table,
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)

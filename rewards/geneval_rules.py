@@ -7,11 +7,13 @@ Source: djghosh13/geneval `evaluate_images.py` (official rule, detection filter,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 __all__ = [
+    "COLORS",
     "DetectedObject",
     "DetectionFilter",
     "Verdict",
@@ -22,6 +24,8 @@ __all__ = [
 ]
 
 Box = Sequence[float]
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+"""GenEval's colours, in its order."""
 
 
 class DetectedObject(Protocol):
@@ -150,9 +154,9 @@ def judge_official(objects: Detections, metadata: Mapping[str, Any], *, margin: 
         if "color" in clause:
             right = sum(item.color == clause["color"] for item in found)
             if right < count:
-                seen = ", ".join(str(item.color) for item in found)
                 reasons.append(
-                    f"expected {clause['color']} {name}>={count}, found {right} {clause['color']}; colours: {seen}"
+                    f"expected {clause['color']} {name}>={count}, found {right} {clause['color']}; and "
+                    + _count_colors(item.color for item in found)
                 )
         if "position" in clause and len(reasons) == before:
             reasons.extend(_judge_position(clause, found, matched, margin))
@@ -162,6 +166,13 @@ def judge_official(objects: Detections, metadata: Mapping[str, Any], *, margin: 
         if present >= clause["count"]:
             reasons.append(f"expected {clause['class']}<{clause['count']}, found {present}")
     return Verdict(correct=not reasons, reasons=reasons)
+
+
+def _count_colors(colors: Iterable[str | None]) -> str:
+    """How often each colour was seen ("1 red, 2 blue"), GenEval's ten first and in its order."""
+    seen = Counter("no named colour" if color is None else color for color in colors)
+    ranked = sorted(seen, key=lambda color: (COLORS.index(color) if color in COLORS else len(COLORS), color))
+    return ", ".join(f"{seen[color]} {color}" for color in ranked)
 
 
 def _judge_position(

@@ -21,7 +21,7 @@ from visual_grpo.adapters.paths import without_progress_bars
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 from visual_grpo.rewards.judge import render
-from visual_grpo.rewards.pickscore import load_weights
+from visual_grpo.rewards.loading import load_weights
 
 __all__ = ["FILE", "TOKEN", "HpsV3", "reward_head"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visual_grpo.errors import UserError
 from visual_grpo.rewards.judge import Failure, JudgeSettings, Question
-from visual_grpo.rewards.pickscore import load_weights
+from visual_grpo.rewards.loading import load_weights
 
 __all__ = ["LocalJudge", "word_ids"]
 

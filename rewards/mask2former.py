@@ -19,11 +19,12 @@ from torch.nn.functional import interpolate, normalize
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import to_pil
+from visual_grpo.rewards.color_names import box_color
+from visual_grpo.rewards.geneval_rules import COLORS
 from visual_grpo.rewards.loading import load_weights
 
 __all__ = ["COLORS", "ColorClassifier", "Instance", "Mask2FormerDetector", "find_instances"]
 
-COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 RENAMED = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
 """GenEval's names of three COCO classes."""
@@ -147,7 +148,8 @@ class Mask2FormerDetector:
 
         Args:
             model: Hub id or folder of the detector and its image processor.
-            color_model, color_weights: open_clip model and its weights (a tag or a file).
+            color_model, color_weights: open_clip model and its weights (a tag or a file); color_model="hsv" takes the rule of
+                `color_names` instead, which needs no weights and is not GenEval's.
             threshold: weakest object reported; the filter of GenEval's rules comes after it.
             device: where it runs; None: CUDA if there is one, else the CPU.
         """
@@ -170,7 +172,9 @@ class Mask2FormerDetector:
                 self._loaded = model.to(self.device).eval().requires_grad_(False), processor, names
             return self._loaded
 
-    def _classify(self, image: Image.Image, name: str, found: Instance) -> str:
+    def _classify(self, image: Image.Image, name: str, found: Instance) -> str | None:
+        if self.color_model == "hsv":
+            return box_color(image, found.box)
         with self._lock:
             if self._colors is None:
                 self._colors = ColorClassifier.load(self.color_model, self.color_weights, self.device)

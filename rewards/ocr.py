@@ -6,75 +6,26 @@ on which nothing is read scores 0, an engine that raises is a failed row (the re
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 from PIL import Image
 
 from visual_grpo.errors import UserError
 from visual_grpo.registry import load_object
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 from visual_grpo.rewards.ocr_score import Line, OcrMatch, TextRules, match_text, quoted_text, reading_order
+from visual_grpo.rewards.rapidocr_engine import RapidOcrEngine
 
 __all__ = ["Ocr", "OcrEngine", "RapidOcrEngine"]
 
 
 class OcrEngine(Protocol):
-    """Anything that reads images."""
+    """Anything that reads images; one that also has `recognise_many(images) -> list of such lists` is given batches."""
 
     def recognise(self, image: Image.Image) -> Sequence[Line]:
         """Read an RGB image: (text, confidence, (x1, y1, x2, y2)) a line."""
-
-
-class RapidOcrEngine:
-    """PaddleOCR's models in onnxruntime, which the package `rapidocr` ships: no download."""
-
-    def __init__(self, *, threads: int = 1, detection_side: int = 736, detect: bool = True) -> None:
-        """Load the models.
-
-        Args:
-            threads: threads of one call; 1 by default, for rewards run beside training.
-            detection_side: the shorter side is enlarged to this before text is looked for. The engine's own default reads
-                large images best; 256 is several times faster on images of 64 to 256 pixels.
-            detect: look for lines of text; False reads the whole image as one line (cards with a single word).
-        """
-        try:
-            from rapidocr import RapidOCR
-        except ImportError as error:
-            raise UserError(
-                "the reward 'ocr' needs the packages rapidocr and onnxruntime; install them with: pip install 'visual-grpo[ocr]'"
-            ) from error
-        logging.getLogger("RapidOCR").setLevel(logging.ERROR)  # before the first of its lines
-        self._engine = RapidOCR(
-            params={
-                "Global.log_level": "error",
-                "Global.text_score": 0.0,  # which lines count is the reward's decision
-                "Global.use_det": detect,
-                "Global.use_cls": False,  # as in the reference: no upside-down text
-                "Det.limit_side_len": detection_side,
-                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
-                "EngineConfig.onnxruntime.inter_op_num_threads": threads,
-            }
-        )
-
-    def recognise(self, image: Image.Image) -> list[Line]:
-        """Read one RGB image."""
-        bgr = np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1])
-        result = self._engine(bgr)
-        if result.txts is None:
-            return []
-        whole = (0.0, 0.0, float(image.width), float(image.height))
-        boxes = getattr(result, "boxes", None)  # the answer without detection has no boxes
-        if boxes is None:
-            return [(text, float(score), whole) for text, score in zip(result.txts, result.scores, strict=True)]
-        lines: list[Line] = []
-        for text, confidence, corners in zip(result.txts, result.scores, boxes, strict=True):
-            low, high = np.min(corners, axis=0), np.max(corners, axis=0)
-            lines.append((text, float(confidence), (float(low[0]), float(low[1]), float(high[0]), float(high[1]))))
-        return lines
 
 
 @register_reward("ocr")
@@ -130,11 +81,25 @@ class Ocr(Reward):
 
     def read(self, image: Image.Image) -> str:
         """All text of an image as one string without separators, as in the reference."""
+        return self.read_many([image])[0]
+
+    def read_many(self, images: Sequence[Image.Image]) -> list[str]:
+        """The text of each image, in one call of an engine that reads batches."""
+        engine = self.engine
+        sized = [self._enlarged(image) for image in images]
+        many = getattr(engine, "recognise_many", None)
+        found = many(sized) if many is not None and sized else [engine.recognise(image) for image in sized]
+        texts = []
+        for lines in found:
+            kept = [line for line in lines if line[1] > self.min_confidence]
+            texts.append("".join(line[0] for line in (reading_order(kept) if self.reading_order else kept)))
+        return texts
+
+    def _enlarged(self, image: Image.Image) -> Image.Image:
         if self.upscale_to is not None and min(image.size) < self.upscale_to:
             scale = self.upscale_to / min(image.size)
             image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-        lines = [line for line in self.engine.recognise(image) if line[1] > self.min_confidence]
-        return "".join(line[0] for line in (reading_order(lines) if self.reading_order else lines))
+        return image
 
     def target(self, prompt: str, metadata: dict[str, Any]) -> str | None:
         """The text that a row asks for, or None."""
@@ -144,13 +109,13 @@ class Ocr(Reward):
         return None if value is None else str(value)
 
     def __call__(self, request: RewardRequest) -> RewardOutput:
-        matches: list[OcrMatch | None] = []
-        for index, (prompt, row) in enumerate(zip(request.prompts, request.metadata, strict=True)):
-            target = self.target(prompt, row)
-            if target is None or not self.rules.normalise(target):
-                matches.append(None)
-            else:
-                matches.append(match_text(self.read(request.pil_images[index]), target, self.rules))
+        matches: list[OcrMatch | None] = [None] * len(request)
+        targets = [self.target(p, row) for p, row in zip(request.prompts, request.metadata, strict=True)]
+        wanted = [i for i, target in enumerate(targets) if target and self.rules.normalise(target)]
+        if wanted:
+            pictures = request.pil_images
+            for i, text in zip(wanted, self.read_many([pictures[i] for i in wanted]), strict=True):
+                matches[i] = match_text(text, targets[i] or "", self.rules)
         absent = float("nan")
         return RewardOutput.from_list(
             [None if m is None else m.score for m in matches],

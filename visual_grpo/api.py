@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +173,7 @@ def evaluate(
     images: str | Path | None = None,
     prompts: str | Path | None = None,
     out: str | Path | None = None,
-    samples: int = 4,
+    samples: int | None = None,
     seed: int = 42,
     batch: int = 32,
     sampling: Mapping[str, Any] | None = None,
@@ -189,11 +190,12 @@ def evaluate(
         images: pictures made already, in place of a model.
         prompts: prompt file; with a testbed model the default is the testbed's held-out prompts.
         out: folder of the results; with a model the default is `eval-NAME`.
-        samples, seed, batch, sampling, family, dtype: of sampling, see `visual_grpo.eval.generate`.
+        samples: of each prompt; default: what the protocol prescribes.
+        seed, batch, sampling, family, dtype: of sampling, see `visual_grpo.eval.generate`.
         options: of the protocol.
 
     Returns:
-        The protocol's summary.
+        The protocol's summary; nothing ({}) on processes other than the first, which only help with the sampling.
 
     Raises:
         UserError: unknown evaluation or wrong options.
@@ -205,19 +207,25 @@ def evaluate(
     protocol: Any = EVALS.get(name)
     if model is not None:
         folder = Path(out if out is not None else f"eval-{name}")
+        prescribed = getattr(sys.modules.get(protocol.__module__), "SAMPLES", 4)
         if prompts is None and model.startswith("testbed/"):
-            prompts = "testbed/arithmetic" if name == "text" else "testbed/scenes"
+            prompts = {"text": "testbed/arithmetic", "ocr": "testbed/words"}.get(name, "testbed/scenes")
         if prompts is None:
             raise UserError(f"evaluation {name!r} of a model needs its prompts: --prompts FILE")
         made = load_object("visual_grpo.eval.generate:generate")(
             model, out=folder / "samples", prompts=str(prompts), lora=None if adapter is None else Path(adapter),
-            family=family, samples=samples, batch=batch, seed=seed, sampling=sampling, dtype=dtype,
+            family=family, samples=prescribed if samples is None else samples, batch=batch, seed=seed, sampling=sampling,
+            dtype=dtype,
         )  # fmt: skip
         out = folder
         if Path(made).is_file():
             options["texts"], prompts = made, Path(made).with_name("prompts.jsonl")
         else:
             images, prompts = made, None  # the folder holds each prompt's metadata
+    elif samples is not None:
+        raise UserError("samples is how many images to make of each prompt; it belongs to a model (--model PATH)")
+    if os.environ.get("RANK", "0") != "0":
+        return {}
     accepted = inspect.signature(protocol).parameters
     given = {"images": images, "prompts": prompts, "out": out, **options}
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):

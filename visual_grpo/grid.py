@@ -43,16 +43,18 @@ def save_grid(
     path: Path,
     columns: int | None = None,
     upscale: int | None = None,
+    lines: int = _LINES,
 ) -> Path:
     """Write a grid of samples.
 
     Args:
         images: [n, 3, H, W] float in [0, 1]; values outside are clamped.
-        captions: [n], one under each picture, cut after two lines.
+        captions: [n], one under each picture, cut after `lines` lines; a line break starts a new one.
         marks: [n] scores, red to green over [0, 1], or over their own range where one lies outside; None for no score.
         path: the PNG.
         columns: default: about as wide as high.
         upscale: whole factor without smoothing; default: what makes the longer side at least 128 pixels.
+        lines: of a caption.
 
     Raises:
         ValueError: wrong shapes or lengths.
@@ -65,7 +67,7 @@ def save_grid(
             f"{len(tiles)} images, {len(captions)} captions and {len(shown)} marks: these must be equally many"
         )
     columns = columns or math.ceil(math.sqrt(len(tiles) * 1.5))
-    _write(_compose(tiles, captions, shown, columns), path, tiles, captions, shown, columns, factor)
+    _write(_compose(tiles, captions, shown, columns, lines=lines), path, tiles, captions, shown, columns, factor)
     return path
 
 
@@ -171,9 +173,9 @@ def _tiles(images: Tensor, upscale: int | None) -> tuple[list[Image], int]:
     return tiles, factor
 
 
-def _corners(count: int, columns: int, width: int, height: int, *, pairs: bool) -> list[tuple[int, int]]:
+def _corners(count: int, columns: int, width: int, height: int, *, pairs: bool, lines: int) -> list[tuple[int, int]]:
     """Upper left corners of the tiles; the two pictures of a pair stand closer together."""
-    cell = height + (_LINES + 1) * _LINE + _GAP
+    cell = height + (lines + 1) * _LINE + _GAP
 
     def left(column: int) -> int:
         pair = column // 2 if pairs else 0
@@ -184,16 +186,22 @@ def _corners(count: int, columns: int, width: int, height: int, *, pairs: bool) 
 
 
 def _compose(
-    tiles: Sequence[Image], captions: Sequence[str], marks: Sequence[float | None], columns: int, *, pairs: bool = False
+    tiles: Sequence[Image],
+    captions: Sequence[str],
+    marks: Sequence[float | None],
+    columns: int,
+    *,
+    pairs: bool = False,
+    lines: int = _LINES,
 ) -> tuple[Image, list[tuple[int, int]]]:
     """The sheet and the corners of its tiles."""
     from PIL import Image, ImageDraw, ImageFont
 
     width, height = tiles[0].size
     columns = max(1, min(columns, len(tiles)))
-    corners = _corners(len(tiles), columns, width, height, pairs=pairs)
+    corners = _corners(len(tiles), columns, width, height, pairs=pairs, lines=lines)
     right = max(x for x, _ in corners) + width + _GAP
-    bottom = corners[-1][1] + height + (_LINES + 1) * _LINE + _GAP
+    bottom = corners[-1][1] + height + (lines + 1) * _LINE + _GAP
     sheet = Image.new("RGB", (right, bottom), _PAPER)
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(_FONT)
@@ -205,22 +213,24 @@ def _compose(
             color = mark_color(scale(mark))
             draw.rounded_rectangle((x, line + 2, x + 9, line + 11), 2, fill=color)
             draw.text((x + 14, line), f"{mark:.3g}", font=font, fill=_INK)
-        for number, words in enumerate(_wrap(caption, width, font), 1):
+        for number, words in enumerate(_wrap(caption, width, font, lines), 1):
             draw.text((x, line + number * _LINE), words, font=font, fill=_MUTED)
     return sheet, corners
 
 
-def _wrap(text: str, width: int, font: Any) -> list[str]:
-    """At most two lines of `text` that fit into `width` pixels; the rest is cut with an ellipsis."""
-    lines = [""]
-    for word in text.split():
-        joined = f"{lines[-1]} {word}".strip()
-        if font.getlength(joined) <= width or not lines[-1]:
-            lines[-1] = joined
-        else:
-            lines.append(word)
-    if len(lines) > _LINES:
-        lines = [*lines[: _LINES - 1], " ".join(lines[_LINES - 1 :])]
+def _wrap(text: str, width: int, font: Any, most: int = _LINES) -> list[str]:
+    """At most `most` lines of `text` that fit into `width` pixels; the rest is cut with an ellipsis."""
+    lines: list[str] = []
+    for part in text.split("\n"):
+        lines.append("")
+        for word in part.split():
+            joined = f"{lines[-1]} {word}".strip()
+            if font.getlength(joined) <= width or not lines[-1]:
+                lines[-1] = joined
+            else:
+                lines.append(word)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], " ".join(lines[most - 1 :])]
     return [_cut(line, width, font) for line in lines]
 
 

@@ -5,6 +5,14 @@ result with `to_dict()` or a mapping. Nothing is imported until then.
 """
 
 TABLE: dict[str, tuple[str, str]] = {
+    "geneval_folder": (
+        "visual_grpo.eval.benchmarks.geneval_folder:run",
+        "GenEval of 2,212 drawn images with the testbed's detector: seconds from files to summary.",
+    ),
+    "ocr_batch": (
+        "visual_grpo.eval.benchmarks.ocr_batch:run",
+        "OCR of test cards: batches against one call an image, images a second and equal texts.",
+    ),
     "text_step_vs_trl": (
         "visual_grpo.eval.benchmarks.text_step_vs_trl:run",
         "One GRPO step of text_lm against TRL's GRPOTrainer: time by phase, memory, losses.",

@@ -48,7 +48,18 @@ def test_help_lists_the_commands_and_is_fast() -> None:
     done = run("--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
-    for command in ("train", "eval", "score", "list", "recipe", "compare", "serve-rewards", "testbed", "benchmark"):
+    for command in (
+        "train",
+        "eval",
+        "score",
+        "list",
+        "recipe",
+        "prompts",
+        "compare",
+        "serve-rewards",
+        "testbed",
+        "benchmark",
+    ):
         assert command in done.stdout
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1, f"--help took {spent:.2f} s of processor time"
@@ -63,6 +74,7 @@ def test_help_lists_the_commands_and_is_fast() -> None:
         "list",
         "recipe",
         "recipe show",
+        "prompts geneval",
         "compare",
         "serve-rewards",
         "testbed",

@@ -12,7 +12,7 @@ from PIL import Image
 
 from visual_grpo.cli import main
 from visual_grpo.errors import RunError, UserError
-from visual_grpo.eval import caption, results, text, vqa
+from visual_grpo.eval import caption, compare, text, vqa
 from visual_grpo.eval.judging import Answers, Question, ask, load_judge, parse_json
 
 
@@ -308,7 +308,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_paired_differences(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    found = results.compare(*two)
+    found = compare.compare(*two)
     rows = {row["figure"]: row for row in found["table"]}
     average = rows["avg@4"]
     assert (average["a"], average["b"]) == (pytest.approx(0.625), pytest.approx(0.8125))
@@ -319,18 +319,18 @@ def test_paired_differences(two: tuple[Path, Path], capsys: pytest.CaptureFixtur
     assert main(["eval", "text", "--compare", str(two[0]), str(two[1])]) == 0
     assert "avg@4" in capsys.readouterr().out
     assert main(["eval", "text", "--compare", str(two[0]), str(two[1]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["table"][0]["items"] == 40
+    assert json.loads(capsys.readouterr().out)["table"][0]["prompts"] == 40
 
 
 def test_what_cannot_be_compared(two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"items.jsonl' is missing"):
-        results.compare(two[0], tmp_path / "empty")
+    with pytest.raises(UserError, match=r"there is no"):
+        compare.compare(two[0], tmp_path / "empty")
     write(tmp_path / "empty" / "items.jsonl", [{"item": "z", "avg@4": 1.0}])
-    with pytest.raises(UserError, match="no item in common"):
-        results.compare(two[0], tmp_path / "empty")
+    with pytest.raises(UserError, match="no sample of the same prompt in common"):
+        compare.compare(two[0], tmp_path / "empty")
     assert main(["eval", "text", "--compare", str(two[0]), str(two[1]), "--texts", str(tmp_path / "a.jsonl")]) == 2
-    assert "leave out --texts" in capsys.readouterr().err
+    assert "--compare reads two result folders" in capsys.readouterr().err
 
 
 def test_scoring_goes_on_where_it_stopped(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -48,6 +48,35 @@ def test_without_detection_the_image_is_one_line():
     assert confidence > 0.9
 
 
+def assert_same_lines(found, expected):
+    assert [[line[0] for line in lines] for lines in found] == [[line[0] for line in lines] for lines in expected]
+    for lines, others in zip(found, expected, strict=True):
+        for (_, confidence, box), (_, other, place) in zip(lines, others, strict=True):
+            assert confidence == pytest.approx(other, abs=1e-4)
+            assert box == pytest.approx(place)
+
+
+def test_batches_give_the_lines_of_single_calls():
+    pictures = [
+        card(text, (128, 64), points) for text, points in (("SALE", 40), ("OPEN", 36), ("", 40), ("Tea Bus", 24))
+    ]
+    pictures.append(card("NASA 2049", (256, 64)))  # another size
+    engine = RapidOcrEngine(**SMALL, coarse_side=None)
+    assert_same_lines(engine.recognise_many(pictures), [engine.recognise(picture) for picture in pictures])
+    assert engine.recognise_many([]) == []
+    coarse = RapidOcrEngine(**SMALL, coarse_side=64)
+    texts = [[line[0] for line in found] for found in engine.recognise_many(pictures)]
+    assert [[line[0] for line in found] for found in coarse.recognise_many(pictures)] == texts
+    with pytest.raises(UserError, match="must be at least 1 and 32"):
+        RapidOcrEngine(batch=0)
+
+
+def test_a_batch_without_detection():
+    engine = RapidOcrEngine(detect=False)
+    pictures = [card("OPEN", (128, 56)), card("SALE", (128, 56))]
+    assert_same_lines(engine.recognise_many(pictures), [engine.recognise(picture) for picture in pictures])
+
+
 def test_scores_states_and_details():
     cards = [card(word, (128, 64)) for word in ("SALE", "SALE", "SALE", "", "SALE")]
     prompts = ['sign "Sale"', 'sign "SALT"', "a plain sign", 'sign "SALE"', 'sign ""']

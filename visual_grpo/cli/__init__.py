@@ -19,6 +19,7 @@ from visual_grpo.cli.benchmark import command as benchmark_command
 from visual_grpo.cli.compare import command as compare_command
 from visual_grpo.cli.eval import command as eval_command
 from visual_grpo.cli.list import command as list_command  # `list` is that module here, not the builtin
+from visual_grpo.cli.prompts import app as prompts_app
 from visual_grpo.cli.recipe import app as recipe_app
 from visual_grpo.cli.score import command as score_command
 from visual_grpo.cli.serve_rewards import command as serve_rewards_command
@@ -42,6 +43,7 @@ app.command("eval")(eval_command)
 app.command("score")(score_command)
 app.command("list")(list_command)
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(prompts_app, name="prompts")
 app.command("compare")(compare_command)
 app.command("serve-rewards")(serve_rewards_command)
 app.add_typer(testbed_app, name="testbed")

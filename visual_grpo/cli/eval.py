@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,12 +43,14 @@ def command(
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Paired differences B - A of two --out folders; scores nothing."),
+        typer.Option(
+            "--compare", metavar="A B", help="Paired differences B - A of two result folders, in place of a run."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Evaluate a model (--model), or images or texts that exist already, under a published protocol."""
-    from visual_grpo.cli.output import as_mapping, print_figures, print_json
+    from visual_grpo.cli.output import as_mapping
     from visual_grpo.config_text import parse_overrides
     from visual_grpo.errors import UserError
     from visual_grpo.registry import EVALS
@@ -57,9 +59,11 @@ def command(
     sources = {"--model": model, "--images": images, "--texts": texts}
     given = [option for option, value in sources.items() if value is not None]
     if compare is not None:
-        if given or options:
-            raise UserError(f"--compare reads two folders of results; leave out {(given + (options or []))[0]}.")
-        _compare(compare, as_json)
+        if given or options or adapter or prompts or out:
+            raise UserError("--compare reads two result folders; it takes no model, images, texts, prompts or options.")
+        from visual_grpo.registry import load_object
+
+        show(name, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
         return
     if len(given) != 1:
         raise UserError(
@@ -78,26 +82,21 @@ def command(
     from visual_grpo.api import evaluate
 
     result = evaluate(name, model=model, adapter=adapter, images=images, prompts=prompts, out=out, **extra)
-    values = as_mapping(result)
+    show(name, as_mapping(result), as_json)
+
+
+def show(name: str, values: dict[str, Any], as_json: bool) -> None:
+    """Print a summary: its `table` with intervals where it has one, else its figures."""
+    from visual_grpo.cli.output import print_figures, print_json, print_table
+
+    table = values.get("table")
     if as_json:
         print_json(values)
-    else:
+    elif table:
+        columns = [column for column in _COLUMNS if any(column in row for row in table)]
+        print_table(name, columns, [[row.get(column) for column in columns] for row in table])
+    elif values:
         print_figures(name, values)
 
 
-def _compare(folders: tuple[Path, Path], as_json: bool) -> None:
-    """Print the paired differences of two results."""
-    from visual_grpo.cli.output import print_json, print_table
-    from visual_grpo.registry import load_object
-
-    found = load_object("visual_grpo.eval.results:compare")(*folders)
-    if as_json:
-        print_json(found)
-        return
-    left_out = f", {found['only_a']} and {found['only_b']} left out" if found["only_a"] or found["only_b"] else ""
-    rows = [
-        [f["figure"], f["a"], f["b"], f["value"], f"[{f['low']:+.4f}, {f['high']:+.4f}]", f["p_value"], f["items"]]
-        for f in found["table"]
-    ]
-    title = f"{folders[1]} against {folders[0]}: paired over {found['items']} items{left_out}"
-    print_table(title, ["figure", "A", "B", "B - A", "95 % interval", "p", "items"], rows)
+_COLUMNS = ("group", "figure", "a", "b", "value", "low", "high", "p_value", "samples", "images", "prompts")

@@ -1,0 +1,102 @@
+"""Diversity of the images of a prompt: mean pairwise 1 - cosine of image features, within each prompt's group.
+
+Source: card evaluation, section 2 (our definition; no single reference). A reward that is hacked lowers it first. Figures of
+different features are not comparable.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_grpo.errors import UserError
+from visual_grpo.eval.features import load_features, pack, unpack
+from visual_grpo.eval.images import ImageSample, find_samples
+from visual_grpo.eval.protocol import figure, finish, score_samples
+
+__all__ = ["evaluate", "mean_pairwise_distance"]
+
+
+def mean_pairwise_distance(features: Tensor) -> float:
+    """Mean of 1 - cosine over all pairs of different rows of [n, D], n > 1; a row of zeros has cosine 0 with all others.
+
+    >>> round(mean_pairwise_distance(torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])), 6)
+    0.666667
+    """
+    unit = torch.nn.functional.normalize(features.double(), dim=-1)
+    cosine = unit @ unit.T
+    count = len(unit)
+    return float(1 - (cosine.sum() - cosine.diagonal().sum()) / (count * (count - 1)))
+
+
+def evaluate(
+    *,
+    images: str | Path | None = None,
+    prompts: str | Path | None = None,
+    out: str | Path | None = None,
+    features: Any = "pixels",
+    batch_size: int = 32,
+    model: str | None = None,
+    adapter: str | Path | None = None,
+) -> dict[str, Any]:
+    """Measure a folder with several images a prompt.
+
+    Args:
+        images, prompts: see `find_samples`.
+        out: result folder.
+        features: "pixels" (no weights), "clip", "dino", "package.module:Name" or an object; see `load_features`.
+        batch_size: images at a time.
+        model, adapter: not used; a model is sampled before this is called.
+
+    Returns:
+        diversity: mean over prompts; features; table, with a row for each tag where the prompts have tags.
+
+    Raises:
+        UserError: no prompt has two images.
+    """
+    if images is None:
+        raise UserError("diversity needs a folder of images (--images DIR) or a model (--model PATH).")
+    extract = load_features(features)
+
+    def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
+        rows = extract(pictures).float().cpu()
+        return [_line(sample, row) for sample, row in zip(samples, rows, strict=True)]
+
+    name = features if isinstance(features, str) else type(features).__name__
+    found = find_samples(images, prompts)
+    lines = score_samples(found, score, name="diversity", out=out, settings={"features": name}, batch_size=batch_size)
+    groups = _groups(lines)
+    if not groups:
+        raise UserError("diversity needs at least two images of a prompt; sample more (samples=4).")
+    rows = [figure("diversity (1 - cosine)", groups, "diversity")]
+    tags = list(dict.fromkeys(group["tag"] for group in groups if group["tag"] is not None))
+    rows += [figure(str(tag), [g for g in groups if g["tag"] == tag], "diversity", group="tag") for tag in tags]
+    summary = {"diversity": rows[0]["value"], "features": name, "prompts": len(groups), "table": rows}
+    finish(summary, lines, out=out)
+    return summary
+
+
+def _line(sample: ImageSample, row: Tensor) -> dict[str, Any]:
+    prompt, tag = str(sample.metadata.get("prompt", "")), sample.metadata.get("tag")
+    return {"prompt": prompt, "tag": tag, "features": pack(row)}
+
+
+def _groups(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a prompt with at least two images; each image's line gets its prompt's figure, for comparisons."""
+    members: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        members[line["index"]].append(line)
+    groups = []
+    for group in members.values():
+        value = None
+        if len(group) > 1:
+            value = mean_pairwise_distance(unpack(group))
+            groups.append({"prompt": group[0]["prompt"], "tag": group[0]["tag"], "diversity": value})
+        for line in group:
+            line["diversity"] = value
+    return groups
