@@ -76,7 +76,7 @@ def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
     table: list[dict[str, Any]] = []
     for name in names:
         pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
-        kept = [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
+        kept = [(float(x), float(y)) for x, y in pairs if x is not None and y is not None]
         if kept:
             first, second = zip(*kept, strict=True)
             found = paired_bootstrap(first, second)
@@ -98,7 +98,3 @@ def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
         "only_b": len(right) - len(shared),
         "table": table,
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)
