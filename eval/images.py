@@ -19,6 +19,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from visual_grpo.data import read_text
 from visual_grpo.errors import UserError
 from visual_grpo.reward import to_pil
 from visual_grpo.run_folder import write_atomic
@@ -43,10 +44,7 @@ class ImageSample:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Read a prompt file: JSON objects with a `prompt`, one a line (.jsonl), or plain prompts (any other suffix)."""
     file = Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {str(file)!r}: {error}.") from error
+    lines = read_text(file, "prompt file").split("\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -56,8 +54,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: no JSON object ({error.msg}).") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}, line {number}: no JSON object ({getattr(error, 'msg', error)}).") from error
         if not isinstance(row, dict):
             raise UserError(f'{file}, line {number}: expected a JSON object such as {{"prompt": ...}}.')
         rows.append(row)
@@ -78,7 +76,7 @@ def find_samples(folder: str | Path, prompts: str | Path | None = None) -> list[
     if not root.is_dir():
         raise UserError(f"there is no folder {str(root)!r}.")
     rows = None if prompts is None else read_lines(prompts)
-    numbered = sorted((d for d in root.iterdir() if d.is_dir() and d.name.isdigit()), key=lambda d: int(d.name))
+    numbered = sorted((d for d in root.iterdir() if d.is_dir() and d.name.isdecimal()), key=lambda d: int(d.name))
     samples = [*_nested(numbered, rows)] if numbered else [*_flat(root, rows)]
     if not samples:
         raise UserError(f"{str(root)!r} has no images: neither 00000/samples/0000.png nor 00000.png was found.")
@@ -106,7 +104,7 @@ def _nested(folders: Sequence[Path], rows: Sequence[dict[str, Any]] | None) -> I
             metadata = _row(rows, index, folder)
         inner = folder / "samples" if (folder / "samples").is_dir() else folder
         for file in sorted(inner.iterdir()):
-            if file.suffix.lower() in SUFFIXES and file.stem.isdigit():
+            if file.suffix.lower() in SUFFIXES and file.stem.isdecimal():
                 yield ImageSample(file=file, index=index, metadata=metadata)
 
 
@@ -136,7 +134,7 @@ def load_image(file: Path) -> Tensor:
     try:
         with Image.open(file) as opened:
             image = ImageOps.exif_transpose(opened).convert("RGB")
-    except OSError as error:
+    except Exception as error:  # Pillow's formats raise SyntaxError, ValueError, struct.error and more
         raise UserError(f"cannot read the image {str(file)!r}: {error}.") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 

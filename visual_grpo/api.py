@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visual_grpo.config import RunConfig, merge, resolve, to_yaml, validate
-from visual_grpo.config_text import load_yaml, parse_overrides
-from visual_grpo.errors import UserError
+from visual_grpo.config_text import dotted, key_parts, load_yaml, parse_overrides
+from visual_grpo.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
     from visual_grpo.method import MethodStack
@@ -47,10 +48,35 @@ def read_config(source: str | Path | RunConfig | Mapping[str, Any]) -> dict[str,
     text = str(source)
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return load_yaml(Path(text))
+    return read_recipe(text).explicit()
+
+
+def read_recipe(name: str) -> RunConfig:
+    """The config of a recipe, which a plug-in may have made.
+
+    Raises:
+        UserError: no such recipe, or what the name leads to makes no `RunConfig`.
+    """
+    from pydantic import ValidationError
+
     from visual_grpo.registry import RECIPES
 
-    recipe: Any = RECIPES.get(text)
-    return recipe().explicit() if callable(recipe) else recipe.explicit()
+    try:
+        recipe: Any = RECIPES.get(name)
+    except UnknownNameError as error:
+        hint = f" To train with the file {name!r}, write ./{name}." if Path(name).is_file() else ""
+        raise UnknownNameError(f"{error}{hint}") from None
+    if not isinstance(recipe, RunConfig):
+        try:
+            recipe = recipe()
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise UserError(f"recipe {name!r} could not be made: {faults}") from None
+        except Exception as error:  # somebody else's code
+            raise UserError(f"recipe {name!r} could not be made: {error} ({type(error).__name__})") from error
+    if not isinstance(recipe, RunConfig):
+        raise UserError(f"recipe {name!r} makes {type(recipe).__name__}, not a RunConfig")
+    return recipe
 
 
 def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Plan:
@@ -59,7 +85,9 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     Raises:
         UserError: anything that does not fit, in one message.
     """
+    from visual_grpo.adapters.protocol import PolicyAdapter
     from visual_grpo.batching import check_geometry
+    from visual_grpo.distributed import launched_processes
     from visual_grpo.method import MethodStack, method_class, named_methods
     from visual_grpo.registry import ADAPTERS
     from visual_grpo.tracking import check_trackers
@@ -70,6 +98,10 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     config = resolve(raw, defaults)
     stack = MethodStack.build(config)
     adapter: Any = ADAPTERS.get(config.model.adapter)
+    if not (isinstance(adapter, type) and issubclass(adapter, PolicyAdapter)):
+        raise UserError(
+            f"model.adapter {config.model.adapter!r} leads to {adapter!r}, which is no subclass of PolicyAdapter"
+        )
     needs = stack.needs
     names = ", ".join(stack.methods) or "grpo"
     if adapter.kind not in needs.kinds or not (adapter.unit_kinds & needs.unit_kinds):
@@ -83,7 +115,7 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
     for check in stack.methods.values():
         check.check(config, sampling)
-    check_geometry(config.train, int(os.environ.get("WORLD_SIZE", "1")), needs)
+    check_geometry(config.train, launched_processes(), needs)
     check_rewards(config, stack)
     check_trackers(config.track)
     return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
@@ -104,15 +136,14 @@ def check_rewards(config: RunConfig, stack: MethodStack) -> None:
 
 
 def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Overrides as a nested dict, from `["a.b=1"]` or `{"a.b": 1}`."""
+    """Overrides as a nested dict, from `["a.b=1"]` (or one `"a.b=1"`) or `{"a.b": 1}`."""
+    if isinstance(overrides, str):
+        overrides = [overrides]
     if not isinstance(overrides, Mapping):
         return parse_overrides(overrides)
     out: dict[str, Any] = {}
     for key, value in overrides.items():
-        nested: Any = value
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        out = merge(out, nested)
+        out = merge(out, dotted(key_parts(str(key)), value))
     return out
 
 
@@ -165,6 +196,29 @@ def recipe_yaml(name: str) -> str:
     return to_yaml(plan(name).config)
 
 
+def check_types(function: Any, options: Mapping[str, Any], what: str) -> None:
+    """Check `options` by the annotations of `function`'s parameters; those without one are left to it.
+
+    Raises:
+        UserError: naming the option, what was given and what is expected.
+    """
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError:  # annotations that exist for type checkers only
+        return
+    for key, value in options.items():
+        if key not in hints:
+            continue
+        try:
+            TypeAdapter(hints[key]).validate_python(value)
+        except PydanticUserError:  # a class of its own, which pydantic does not know
+            continue
+        except ValidationError as error:
+            raise UserError(f"{what}: option {key} is {value!r}; {error.errors()[0]['msg']}") from None
+
+
 def evaluate(
     name: str,
     *,
@@ -205,6 +259,9 @@ def evaluate(
     from visual_grpo.registry import EVALS, load_object
 
     protocol: Any = EVALS.get(name)
+    given = {"samples": samples, "seed": seed, "batch": batch, "sampling": sampling, "family": family, "dtype": dtype}
+    check_types(evaluate, given, f"evaluation {name!r}")
+    check_types(protocol, options, f"evaluation {name!r}")
     if model is not None:
         folder = Path(out if out is not None else f"eval-{name}")
         prescribed = getattr(sys.modules.get(protocol.__module__), "SAMPLES", 4)

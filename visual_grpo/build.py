@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,9 @@ from visual_grpo.api import Plan
 from visual_grpo.checkpoint import export_model
 from visual_grpo.combination import row_combination
 from visual_grpo.config import DataConfig, to_yaml
-from visual_grpo.data import load_prompts
+from visual_grpo.data import PromptRow, load_prompts
 from visual_grpo.distributed import Ranks
-from visual_grpo.errors import UserError
+from visual_grpo.errors import RunError, UserError
 from visual_grpo.policy import Policy
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
@@ -29,6 +31,39 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
         UserError: a prompt set, reward, model path or geometry that is wrong.
     """
     config = plan.config
+    train_prompts, eval_prompts = read_prompts(plan)
+    suite = build_suite(plan, ranks.device)
+    torch.manual_seed(config.train.seed)
+    adapter = plan.adapter_class.load(config.model, device=ranks.device, sampling=plan.sampling)
+    policy = Policy(adapter, config.model, seed=config.train.seed)
+    for rows, sampling in ((train_prompts, plan.sampling), (eval_prompts, plan.eval_sampling)):
+        adapter.check_prompts([row.prompt for row in rows], [row.metadata for row in rows], sampling)
+    writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if plan.media == "texts" else "images")
+    try:
+        return Trainer(
+            config,
+            policy=policy,
+            stack=plan.stack,
+            suite=suite,
+            train_prompts=train_prompts,
+            eval_prompts=eval_prompts,
+            sampling=plan.sampling,
+            eval_sampling=plan.eval_sampling,
+            ranks=ranks,
+            writer=writer,
+        )
+    except BaseException:
+        writer.close()
+        raise
+
+
+def read_prompts(plan: Plan) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out prompts.
+
+    Raises:
+        UserError: a set that cannot be read, is too small for a step, or shares prompts with the other.
+    """
+    config = plan.config
     train_prompts = load_prompts(config.data)
     eval_prompts = load_prompts(eval_data(plan))
     if len(train_prompts) < config.train.prompts_per_step:
@@ -37,23 +72,7 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
             f"{config.data.source!r}; use {len(train_prompts)} or fewer"
         )
     check_disjoint(train_prompts, eval_prompts, config)
-    suite = build_suite(plan, ranks.device)
-    torch.manual_seed(config.train.seed)
-    adapter = plan.adapter_class.load(config.model, device=ranks.device, sampling=plan.sampling)
-    policy = Policy(adapter, config.model, seed=config.train.seed)
-    writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if plan.media == "texts" else "images")
-    return Trainer(
-        config,
-        policy=policy,
-        stack=plan.stack,
-        suite=suite,
-        train_prompts=train_prompts,
-        eval_prompts=eval_prompts,
-        sampling=plan.sampling,
-        eval_sampling=plan.eval_sampling,
-        ranks=ranks,
-        writer=writer,
-    )
+    return train_prompts, eval_prompts
 
 
 def build_suite(plan: Plan, device: torch.device) -> RewardSuite:
@@ -110,16 +129,46 @@ def run_plan(plan: Plan, *, resume: bool, out: str | Path | None, root: str | Pa
             folder.close()
 
 
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """What the allocators raise when memory runs out becomes a `RunError` that says what to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # The CPU's allocator raises a plain RuntimeError.
+        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)):
+            raise
+        raise RunError(
+            f"out of memory: {reason}. Lower train.micro_batch or train.units_per_pass (training), train.rollout_batch "
+            "(sampling) or eval.batch (evaluation); model.lora, model.dtype=bfloat16 and model.gradient_checkpointing=true need "
+            "less too (visual-grpo train RECIPE --dry-run adds it up). A run that has begun goes on with --resume and smaller "
+            "batches"
+        ) from error
+
+
 def _train(plan: Plan, folder: RunFolder, ranks: Ranks, *, resume: bool) -> Result:
-    trainer = build_trainer(plan, folder, ranks)
+    with memory_errors():
+        trainer = build_trainer(plan, folder, ranks)
+        return _run(trainer, folder, resume=resume)
+
+
+def _run(trainer: Trainer, folder: RunFolder, *, resume: bool) -> Result:
     try:
         if resume:
             trainer.resume()
         result = trainer.run()
-        if ranks.main:
+        if trainer.ranks.main:
             export(trainer)
         trainer.writer.finish(result)
         return replace(result, folder=str(folder.path))
+    except KeyboardInterrupt:
+        trainer.writer.message(
+            f"interrupted after step {trainer.step}; the checkpoint of step {trainer.saved} is kept: go on with --resume"
+            if trainer.saved
+            else f"interrupted after step {trainer.step}, before the first checkpoint: --resume begins again"
+        )
+        raise
     finally:
         trainer.suite.close()
         trainer.writer.close()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"step-(\d{6,})")
 TENSOR = "__tensor__"
+STATE = frozenset({"step", "rng", "cursor", "optimizer_steps", "trained_s", "metrics_size", "methods", "alarms"})
+"""What every checkpoint's state.json holds."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -176,6 +178,7 @@ def save_checkpoint(
         tensors: dict[str, Tensor] = {}
         plain = split_tensors({**state, "step": step, "rng": rng}, tensors)
         save_tensors(path / "state.safetensors", tensors)
+        plain["files"] = sorted(file.name for file in path.iterdir())
         (path / "state.json").write_text(json.dumps(plain), encoding="utf-8")
 
     write_folder(target, fill)
@@ -199,23 +202,34 @@ def load_checkpoint(path: Path, policy: Policy) -> tuple[dict[str, Any], dict[st
         UserError: the checkpoint is damaged or belongs to another model.
     """
     try:
-        weights = load_tensors(path / "weights.safetensors")
         plain = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        # A file that is gone is no empty one: without its moments the optimizer would start again in silence.
+        gone = [name for name in plain.get("files", ()) if not (path / name).is_file()]
+        if gone:
+            raise FileNotFoundError(f"{gone[0]} is gone")
+        weights = load_tensors(path / "weights.safetensors")
         state = join_tensors(plain, load_tensors(path / "state.safetensors"))
         optimizer = load_tensors(path / "optimizer.safetensors")
+        sets = {
+            file.stem.removeprefix("set-"): load_tensors(file, policy.device) for file in path.glob("set-*.safetensors")
+        }
+        absent = sorted(STATE - state.keys())
+        if absent:
+            raise KeyError(f"state.json has no {absent[0]}")
     except Exception as error:
         raise UserError(
             f"checkpoint {str(path)!r} is damaged ({error}); delete this folder to resume from the one before"
         ) from None
-    if weights.keys() != policy.trainable.keys():
+    shapes = {name: parameter.shape for name, parameter in policy.trainable.items()}
+    if {name: value.shape for name, value in weights.items()} != shapes:
         raise UserError(
-            f"checkpoint {str(path)!r} holds other trained parameters than this model; resume with the run's own config"
+            f"checkpoint {str(path)!r} holds other trained parameters than this model; resume with the run's own config and "
+            f"the model that it began with (model.path {policy.config.path!r})"
         )
     with torch.no_grad():
         for name, parameter in policy.trainable.items():
             parameter.copy_(weights[name])
-    for file in path.glob("set-*.safetensors"):
-        policy.sets[file.stem.removeprefix("set-")] = load_tensors(file, policy.device)
+    policy.sets.update(sets)
     return state, optimizer
 
 

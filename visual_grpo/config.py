@@ -10,11 +10,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from visual_grpo.config_merge import merge as merge
+from visual_grpo.config_merge import method_list, reward_map
 from visual_grpo.config_rewards import CombineConfig, RewardConfig
 from visual_grpo.config_section import Decay, Positive, Section, Seed
+from visual_grpo.config_text import dump_yaml
 from visual_grpo.errors import UserError
 
 
@@ -204,39 +206,13 @@ class TrackConfig(Section):
     project: str = "visual_grpo"
 
 
-def _method_list(value: Any) -> Any:
-    """`name`, `{name: params}` or a list of both, as `[{name: params}, ...]`."""
-    items = value if isinstance(value, list) else [value]
-    out: list[dict[str, dict[str, Any]]] = []
-    for item in items:
-        if isinstance(item, str):
-            out.append({item: {}})
-        elif isinstance(item, Mapping) and len(item) == 1:
-            name, params = next(iter(item.items()))
-            out.append({str(name): dict(params or {})})
-        else:
-            raise ValueError(f"a method is a name or one `name: {{options}}`, got {item!r}")
-    return out
-
-
-def _reward_map(value: Any) -> Any:
-    """`name`, `[name, ...]`, `{name: weight}` or `{name: {...}}` as `{name: {...}}`."""
-    if isinstance(value, str):
-        value = [value]
-    if isinstance(value, list):
-        value = dict.fromkeys(value, 1.0)
-    if not isinstance(value, Mapping):
-        return value
-    return {k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
-
-
 def _combination(value: Any) -> Any:
     """`name` as `{how: name}`."""
     return {"how": value} if isinstance(value, str) else value
 
 
-MethodList = Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(_method_list)]
-RewardMap = Annotated[dict[str, RewardConfig], BeforeValidator(_reward_map)]
+MethodList = Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(method_list)]
+RewardMap = Annotated[dict[str, RewardConfig], BeforeValidator(reward_map)]
 
 
 class RunConfig(Section):
@@ -267,17 +243,6 @@ class RunConfig(Section):
         return self.model_dump(mode="python", exclude_unset=True)
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dict `base` with the values of `over` on top; neither is changed. `rewards` and lists are replaced."""
-    out = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and key not in {"rewards", "params"}:
-            out[key] = merge(out[key], value)
-        else:
-            out[key] = value
-    return out
-
-
 def validate(cls: type[BaseModel], values: Mapping[str, Any], *, where: str = "") -> Any:
     """`cls(**values)`, with every fault in one message: the dotted key, what was given, what is expected.
 
@@ -300,8 +265,9 @@ def _explain(cls: type[BaseModel], error: Any, where: str) -> str:
         return f"unknown key {key!r}.{hint} Known here: {', '.join(sorted(known))}."
     if error["type"] == "missing":
         return f"{key} is missing: set it in the config file or with {key}=..."
-    given = error.get("input")
-    return f"{key}: {error['msg']} (got {given!r})"
+    given = repr(error.get("input"))
+    given = given if len(given) <= 200 else f"{given[:200]}..."
+    return f"{key}: {error['msg'].removeprefix('Value error, ')} (got {given})"
 
 
 def _known_keys(cls: type[BaseModel], loc: Sequence[str]) -> list[str]:
@@ -320,7 +286,7 @@ def _known_keys(cls: type[BaseModel], loc: Sequence[str]) -> list[str]:
 
 def to_yaml(config: BaseModel) -> str:
     """The config as YAML, in the order of its fields."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def resolve(raw: Mapping[str, Any], method_defaults: Sequence[Mapping[str, Any]] = ()) -> RunConfig:

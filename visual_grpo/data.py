@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +46,23 @@ def load_prompts(config: DataConfig) -> list[PromptRow]:
     source = config.source
     if source.startswith("testbed/"):
         records = _testbed(source.removeprefix("testbed/"), config.split)
-    elif source.endswith((".txt", ".jsonl", ".json", ".parquet")):
-        records = _read_file(Path(source))
+    elif is_local(source):
+        records = _read_file(Path(os.path.expanduser(source)))
     else:
         records = _hub(source, config.split)
     rows = [_row(record, number, config) for number, record in enumerate(records, 1)]
     if not rows:
         raise UserError(f"prompt set {source!r} (split {config.split!r}) holds no prompt")
     return rows[: config.limit]
+
+
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` names a file here, and not a data set of the hub (which may have to be fetched)."""
+    return source.lower().endswith(SUFFIXES) or not _HUB_ID.fullmatch(source) or os.path.exists(source)
 
 
 def _testbed(name: str, split: str) -> list[dict[str, Any]]:
@@ -66,37 +78,58 @@ def _testbed(name: str, split: str) -> list[dict[str, Any]]:
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise UserError(
-            f"no prompt file at {str(path)!r}; set data.source (or eval.source) to a .txt, .jsonl or .parquet file"
-        )
-    if path.suffix == ".parquet":
-        from datasets import load_dataset
-
-        try:
-            return list(load_dataset("parquet", data_files=str(path), split="train"))
-        except Exception as error:  # each reader has errors of its own
-            raise UserError(f"cannot read prompt file {str(path)!r} as parquet: {type(error).__name__}") from None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read prompt file {str(path)!r}: {error}") from None
-    if path.suffix == ".txt":
-        return [{"prompt": line.strip()} for line in lines if line.strip()]
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not valid JSON ({error.msg}); a .jsonl file has one object a line"
-            ) from None
+    if "\0" in str(path) or not path.is_file():
+        what = f"{str(path)!r} is no file" if os.path.exists(path) else f"no prompt file at {str(path)!r}"
+        raise UserError(f"{what}; set data.source (or eval.source) to a .txt, .jsonl or .parquet file")
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UserError(f"prompt file {str(path)!r} is of no known kind; give a .txt, .jsonl or .parquet file")
+    if suffix == ".parquet":
+        return _parquet(path)
+    text = read_text(path, "prompt file")
+    # Not splitlines: U+2028 and its like may stand within a line.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if suffix == ".txt":
+        return [{"prompt": line.strip()} for _, line in lines]
+    if suffix == ".json" and text.lstrip().startswith("["):
+        found = [(f"record {number}", record) for number, record in enumerate(_json(text, str(path)), 1)]
+    else:
+        found = [(f"line {number}", _json(line, f"{path}, line {number}")) for number, line in lines]
+    for where, record in found:
         if not isinstance(record, dict):
-            raise UserError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
-        records.append(record)
-    return records
+            raise UserError(f"{path}, {where}: expected a JSON object, got {type(record).__name__}")
+    return [record for _, record in found]
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        # A cache of its own: the home folder may be read-only or full, and the file may have changed since the last run.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+            return list(load_dataset("parquet", data_files=str(path), split="train", cache_dir=cache))
+    except Exception as error:  # each reader has errors of its own
+        raise UserError(f"cannot read prompt file {str(path)!r} as parquet: {type(error).__name__}") from None
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file; a byte-order mark at its start is no part of it, and every line ends in `\\n`.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {what} {str(path)!r}: {error}") from None
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of too many digits is no JSONDecodeError
+        reason = getattr(error, "msg", None) or error
+        raise UserError(f"{where}: not valid JSON ({reason}); a .jsonl file has one object a line") from None
 
 
 def _hub(source: str, split: str) -> list[dict[str, Any]]:
@@ -118,6 +151,12 @@ def _row(record: dict[str, Any], number: int, config: DataConfig) -> PromptRow:
             f"{config.source}, record {number}: column {config.prompt_column!r} must be a non-empty text, got {prompt!r}; "
             f"the record has the columns {', '.join(map(str, record))}. Set data.prompt_column."
         )
+    for column, value in record.items():
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise UserError(
+                f"{config.source}, record {number}: column {column!r} holds half of a surrogate pair, which is no text; "
+                f"write the whole character: {value[:80]!a}"
+            )
     metadata = dict(record)
     if config.answer_column is not None:
         if config.answer_column not in record:

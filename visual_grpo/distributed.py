@@ -38,6 +38,18 @@ def refuse_sharding() -> None:
             )
 
 
+def launched_processes() -> int:
+    """How many processes the launcher has started; 1 without one.
+
+    Raises:
+        UserError: WORLD_SIZE is no number above 0.
+    """
+    given = os.environ.get("WORLD_SIZE") or "1"
+    if not given.isdecimal() or int(given) < 1:
+        raise UserError(f"WORLD_SIZE is {given!r}; it is set by the launcher (torchrun, accelerate launch): unset it")
+    return int(given)
+
+
 class Ranks:
     """Rank and world size as `accelerate launch` or `torchrun` set them, and the few collectives that the loop needs."""
 
@@ -48,14 +60,20 @@ class Ranks:
             UserError: the launcher asks for sharded weights, which the loop does not do.
         """
         refuse_sharding()
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.world = launched_processes()
         self.store: Any = None
         if self.world > 1 and not dist.is_initialized():
             # Figures, rows and messages go between CPUs; only gradients go between accelerators.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             if torch.cuda.is_available():
                 torch.cuda.set_device(self.device)  # random states and NCCL go by the present device
-            self.store, rank, _ = next(dist.rendezvous("env://"))
+            try:
+                self.store, rank, _ = next(dist.rendezvous("env://"))
+            except ValueError as error:  # a variable that is missing or no number
+                raise UserError(
+                    f"WORLD_SIZE is {self.world}, but the launcher's other variables do not fit ({error}): start with "
+                    "torchrun or accelerate launch, or unset WORLD_SIZE"
+                ) from None
             dist.init_process_group(
                 backend, store=dist.PrefixStore("group", self.store), rank=rank, world_size=self.world
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from visual_grpo.api import Plan
 from visual_grpo.batching import check_geometry
-from visual_grpo.build import build_suite
+from visual_grpo.build import build_suite, eval_data, read_prompts
 from visual_grpo.config import to_yaml
+from visual_grpo.data import is_local
+from visual_grpo.distributed import launched_processes
 from visual_grpo.policy import choose_trainable, inject_lora
 
 
@@ -21,8 +21,12 @@ def print_dry_run(plan: Plan) -> None:
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     config = plan.config
+    local = [s.startswith("testbed/") or is_local(s) for s in (config.data.source, eval_data(plan).source)]
+    if all(local):  # a data set of the hub would be downloaded
+        read_prompts(plan)
     build_suite(plan, torch.device("cpu")).close()
     console = Console()
     module = plan.adapter_class.load_meta(config.model)
@@ -30,9 +34,9 @@ def print_dry_run(plan: Plan) -> None:
     if config.model.lora is not None:
         inject_lora(module, config.model.lora, plan.adapter_class.lora_targets)
     trained = sum(p.numel() for p in choose_trainable(module, config.model).values())
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launched_processes()
     geometry = check_geometry(config.train, world, plan.stack.needs)
-    table = Table(title=f"{config.name}: dry run", show_header=False)
+    table = Table(title=Text(f"{config.name}: dry run"), show_header=False)
     for name, value in [
         ("model", f"{type(module).__name__} from {config.model.path}"),
         ("parameters", f"{total:,} ({total / 1e9:.3f} B)"),
@@ -42,7 +46,7 @@ def print_dry_run(plan: Plan) -> None:
         ("processes", str(world)),
         *geometry.lines(),
     ]:
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console.print(table)
     of_methods = (method.units_per_row(plan.sampling) for method in plan.stack.methods.values())
     all_units = next((n for n in of_methods if n is not None), getattr(plan.sampling, "max_new_tokens", 1))
@@ -58,7 +62,7 @@ def print_dry_run(plan: Plan) -> None:
     parts.add_row("total", f"{memory.total / 2**30:.2f}", style="bold")
     console.print(parts)
     for note in memory.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
     console.print(
         f"nothing was loaded or trained. The resolved config:\n\n{to_yaml(config)}", markup=False, highlight=False
     )

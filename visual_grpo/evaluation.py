@@ -92,7 +92,7 @@ def _row(rollouts: RolloutBatch, scores: RewardBatch, i: int) -> dict[str, Any]:
         "index": int(prompts.tags["index"][i]),
         "sample": int(prompts.tags["sample"][i]),
         "prompt": prompts.prompts[i],
-        "tag": prompts.metadata[i].get("tag"),
+        "tag": None if (tag := prompts.metadata[i].get("tag")) is None else str(tag),
         "values": {n: float(scores.values[i, k]) if ok[k] else None for k, n in enumerate(scores.names)},
         "details": {k: _number(v[i]) for k, v in scores.details.items()},
     }

@@ -29,7 +29,7 @@ def read_jsonl(path: Path, *, torn_end: bool = False) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict):
             records.append(record)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from visual_grpo.advantages import soft_clip
 from visual_grpo.aggregation import Totals, aggregation_coefficients
 from visual_grpo.combination import combined_advantages, on_all_processes
-from visual_grpo.config import RunConfig, validate
+from visual_grpo.config import RunConfig, Section, validate
 from visual_grpo.errors import UserError
 from visual_grpo.objectives import Metrics, cispo_surrogate, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from visual_grpo.seeding import seeded_generator
@@ -48,10 +47,8 @@ CHAINED = (
 )
 
 
-class MethodConfig(BaseModel):
+class MethodConfig(Section):
     """Base of a method's own options. Unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ def inject_lora(module: nn.Module, lora: LoraConfig, default_targets: tuple[str,
 
     targets = list(lora.targets if lora.targets is not None else default_targets)
     names = [name for name, _ in module.named_modules()]
-    unmatched = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+    unmatched = [t for t in targets if not t or not any(n == t or n.endswith(f".{t}") for n in names)]
     if unmatched or not targets:
         linear = {n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
         raise UserError(
@@ -45,7 +45,10 @@ def inject_lora(module: nn.Module, lora: LoraConfig, default_targets: tuple[str,
         target_modules=targets,
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
     )
-    return inject_adapter_in_model(config, module, "default")
+    try:
+        return inject_adapter_in_model(config, module, "default")
+    except ValueError as error:  # a layer of a kind that peft has no LoRA for
+        raise UserError(f"model.lora.targets {targets}: {str(error).splitlines()[0]}") from error
 
 
 def apply_lora(adapter: PolicyAdapter, path: Path) -> None:

@@ -48,14 +48,16 @@ class Progress:
         self.total_steps = total_steps
         self.max_minutes = max_minutes
         self.enabled = enabled
-        self._file = file if file is not None else sys.stderr
+        self._file: IO[str] | None = file if file is not None else sys.stderr
         self._first = self._done = 0
         self._started = time.monotonic()
         self._phase = ""
         self._figures = ""
         self._live: Any = None
         self._task: Any = None
-        if enabled and self._file.isatty():
+        if self._file is None:  # a process without standard error output
+            self.enabled = False
+        elif enabled and self._file.isatty():
             self._open_live()
 
     def __enter__(self) -> Progress:
@@ -91,11 +93,9 @@ class Progress:
             self._refresh()
             return
         left = self._left()
-        print(
+        self._print(
             f"step {step}/{self.total_steps}  {self._figures}"
-            + (f"  left {format_seconds(left)}" if left is not None else ""),
-            file=self._file,
-            flush=True,
+            + (f"  left {format_seconds(left)}" if left is not None else "")
         )
 
     def message(self, text: str) -> None:
@@ -107,7 +107,14 @@ class Progress:
 
             self._live.console.print(Text(text))
         else:
-            print(text, file=self._file, flush=True)
+            self._print(text)
+
+    def _print(self, line: str) -> None:
+        """A reader that has gone (`2>&1 | head`, a dead tee) ends the lines, not the run: its log and records go on."""
+        try:
+            print(line, file=self._file, flush=True)
+        except (OSError, ValueError):
+            self.enabled = False
 
     def close(self) -> None:
         """Leave the live display; a second call does nothing."""

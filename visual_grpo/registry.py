@@ -47,7 +47,7 @@ def load_object(target: str, kind: str = "object") -> Any:
         raise UserError(f"{target!r} is not of the form 'package.module:Name' ({kind}).")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # anything may happen while a user's module runs
+    except (Exception, SystemExit) as error:  # anything may happen while a user's module runs
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "") in _prefixes(module_name)
         reason = f"there is no module {error.name!r}" if missing else f"{type(error).__name__}: {error}"  # type: ignore[attr-defined]
         raise UserError(f"cannot import the {kind} {target!r}: {reason}.") from error

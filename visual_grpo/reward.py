@@ -335,10 +335,26 @@ def _construct(cls: type, options: dict[str, Any], label: str) -> Any:
         raise
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {label!r} cannot be built with params {options}: {error}.") from error
+    except Exception as error:  # a file or a package that it needs
+        raise UserError(
+            f"reward {label!r} cannot be built with params {options}: {error} ({type(error).__name__})."
+        ) from error
+
+
+def signature_of(target: Any, label: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class or function.
+
+    Raises:
+        UserError: Python knows none (a builtin), so it is no reward.
+    """
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        raise UserError(f"reward {label!r} leads to {target!r}, which is no reward class or function.") from None
 
 
 def _check_params(target: Any, options: Mapping[str, Any], label: str) -> None:
-    parameters = inspect.signature(target).parameters
+    parameters = signature_of(target, label)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in options:

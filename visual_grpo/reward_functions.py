@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visual_grpo.errors import UserError
-from visual_grpo.reward import Reward, RewardError, RewardOutput, RewardRequest, to_output
+from visual_grpo.reward import Reward, RewardError, RewardOutput, RewardRequest, signature_of, to_output
 
 __all__ = ["REQUEST_FIELDS", "CompletionFormat", "FunctionReward"]
 
@@ -32,7 +32,7 @@ class FunctionReward(Reward):
         self, function: Callable[..., Any], name: str, completions: CompletionFormat, fixed: frozenset[str]
     ) -> None:
         self.function, self.name, self.completions = function, name, completions
-        parameters = {k: p for k, p in inspect.signature(function).parameters.items() if k not in fixed}
+        parameters = {k: p for k, p in signature_of(function, name).items() if k not in fixed}
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = {k: p for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         self.names = tuple(named)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.registry import REWARDS
-from visual_grpo.reward import Reward, RewardError, RewardOutput, RewardRequest, as_reward, to_output
+from visual_grpo.reward import Reward, RewardError, RewardOutput, RewardRequest, as_reward, signature_of, to_output
 from visual_grpo.types import RewardStatus
 from visual_grpo.workers import DaemonWorkers
 
@@ -151,7 +151,7 @@ class RewardRunner:
         self._abandoned: list[Future[Any]] = []
         given, params = spec.located()
         target = REWARDS.get(given) if isinstance(given, str) else given
-        if inspect.isclass(target) and "device" in inspect.signature(target).parameters:
+        if inspect.isclass(target) and "device" in signature_of(target, spec.name):
             params.setdefault("device", device)
         self.reward: Reward = as_reward(given, name=spec.name, params=params, completions=spec.completions)
 

@@ -15,18 +15,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from visual_grpo.config_text import load_yaml, parse_yaml
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.json_lines import finite, json_line, read_jsonl
 
 __all__ = ["MAY_CHANGE", "RunFolder", "changed_keys", "read_jsonl", "read_metrics", "write_atomic"]
 
-MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint", "track", "watchdog", "alarms", "summary")
-"""Keys and sections that may differ between a run and its resumption: none of them changes what a step computes."""
+MAY_CHANGE = (
+    "train.steps",
+    "train.max_minutes",
+    "train.micro_batch",
+    "train.units_per_pass",
+    "train.rollout_batch",
+    "eval.batch",
+    "checkpoint",
+    "track",
+    "watchdog",
+    "alarms",
+    "summary",
+)
+"""Keys and sections that may differ between a run and its resumption: none of them changes what a step computes, but for
+rounding. A run that ran out of memory goes on in smaller pieces."""
 
 # Locks that this process holds: a second run of the same process (train, then resume) may take the folder again.
 _HELD: dict[Path, int] = {}
+
+_WRITTEN = ("config.yaml", "metrics.jsonl", "self_test.json", "report.html", "samples", "eval", "checkpoints", "model")
 
 
 class RunFolder:
@@ -79,23 +93,37 @@ class RunFolder:
             out: exactly this folder, in place of `root` and `name`.
 
         Raises:
-            UserError: `out` holds a run and `resume` is off; nothing to resume; another config; another process at work there.
-            RunError: the folder cannot be written.
+            UserError: `out` holds a run and `resume` is off, or files of yours that a run would write over; nothing to resume;
+                another config; another process at work there.
+            RunError: the folder cannot be written or looked into.
         """
-        if out is None and (not name.strip() or re.search(r"[/\\:\0]", name) or name.startswith(".")):
+        wrong = re.search(r"[/\\:\0-\x1f\x7f\ud800-\udfff]", name) or name.startswith(".") or len(name.encode()) > 200
+        if out is None and (not name.strip() or wrong):
             raise UserError(f"name {name!r} cannot name a folder: use letters, digits, '-' and '_', or give --out DIR")
+        if out is not None and "\0" in str(out):
+            raise UserError(f"--out {str(out)!r} holds a zero byte and names no folder: use another --out")
+        try:
+            return cls._create(Path(root), name, config_yaml, resume, None if out is None else Path(out))
+        except OSError as error:  # a folder on the way that may not be looked into, a name that is too long
+            raise _write_error(Path(root) / name if out is None else Path(out), error) from None
+
+    @classmethod
+    def _create(cls, root: Path, name: str, config_yaml: str, resume: bool, out: Path | None) -> RunFolder:
         if resume:
-            folder = cls(Path(out) if out is not None else _newest(Path(root), name), resumed=True)
+            folder = cls(out if out is not None else _newest(root, name), resumed=True)
             folder._check_resume(config_yaml)
         elif out is not None:
-            folder = cls(Path(out))
-            if _holds_run(folder.path):
+            folder = cls(out)
+            if _holds_run(out):
+                raise UserError(f"{str(out)!r} already holds a run: use --resume to go on with it, or another --out")
+            if foreign := _foreign(out):
                 raise UserError(
-                    f"{str(folder.path)!r} already holds a run: use --resume to go on with it, or another --out"
+                    f"{str(out)!r} holds {' and '.join(foreign)}, which no run wrote and this one would write over: use another "
+                    "--out"
                 )
             _make(folder.path)
         else:
-            folder = cls(_next_free(Path(root), name))
+            folder = cls(_next_free(root, name))
         if not _lock(folder.path):
             raise UserError(f"another process is training in {str(folder.path)!r}: stop it first, or use another --out")
         if resume:
@@ -108,8 +136,7 @@ class RunFolder:
     def _check_resume(self, config_yaml: str) -> None:
         if not self.config.is_file():
             raise UserError(f"nothing to resume: {str(self.path)!r} has no config.yaml; start it without --resume")
-        stored = yaml.safe_load(self.config.read_text(encoding="utf-8")) or {}
-        changed = changed_keys(stored, yaml.safe_load(config_yaml) or {})
+        changed = changed_keys(load_yaml(self.config), parse_yaml(config_yaml, "the config") or {})
         if changed:
             lines = "\n".join(f"  {key}: {old!r} in the run, {new!r} now" for key, (old, new) in changed.items())
             raise UserError(
@@ -250,7 +277,10 @@ def changed_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     {'train.seed': (0, 1)}
     """
     old, new = _flat(stored), _flat(given)
-    keys = [k for k in {**old, **new} if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)]
+    # The one loss that is a mean of micro-batches depends on their size.
+    fixed = {"train.micro_batch"} if old.get("loss.aggregation") == "micro_batch_token_mean" else set()
+    free = [m for m in MAY_CHANGE if m not in fixed]
+    keys = [k for k in {**old, **new} if not any(k == m or k.startswith(m + ".") for m in free)]
     return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 
 
@@ -271,13 +301,18 @@ def _holds_run(path: Path) -> bool:
     return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
+def _foreign(path: Path) -> list[str]:
+    """What a run would write over in a folder that no run has begun in: somebody's own config.yaml or model."""
+    return [] if (path / ".lock").exists() else [name for name in _WRITTEN if (path / name).exists()]
+
+
 def _next_free(root: Path, name: str) -> Path:
     """Make the first folder that holds no run, and lock it: two processes that start together get two folders."""
     number = 0
     while True:
         number += 1
         path = root / (name if number == 1 else f"{name}-{number}")
-        if (path.exists() and not path.is_dir()) or _holds_run(path):
+        if (path.exists() and not path.is_dir()) or _holds_run(path) or _foreign(path):
             continue
         _make(path)
         if _lock(path):

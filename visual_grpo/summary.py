@@ -45,6 +45,7 @@ def print_summary(result: Result) -> None:
     """Print the before/after table by task and the paths of the report and the model."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     folder = RunFolder(result.folder)
@@ -55,13 +56,15 @@ def print_summary(result: Result) -> None:
         for column in ("figure", "task", "before", "after", "change", "95 % interval"):
             table.add_column(column, justify="left" if column in ("figure", "task") else "right")
         for row in comparison(result.before.rows, result.after.rows):
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         console.print(table)
     if result.stopped:
-        console.print(f"stopped early: {result.stopped}")
-    console.print(f"run     {folder.path}\nmodel   {folder.path / 'model'}")
+        console.print(f"stopped early: {result.stopped}", markup=False)
+    paths = {"run": folder.path, "model": folder.path / "model"}
     if folder.report.is_file():
-        console.print(f"report  {Path(folder.report).resolve()}", soft_wrap=True)
+        paths["report"] = Path(folder.report).resolve()
+    for name, path in paths.items():  # a path may hold [brackets], and is copied from a narrow terminal in one piece
+        console.print(f"{name:8s}{path}", soft_wrap=True, markup=False, highlight=False)
 
 
 def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from visual_grpo.config import TrackConfig
@@ -35,13 +35,21 @@ class Tracker:
         config: `config.track`.
         folder: the run; trackers that write files write into it, and its name is the name of the experiment.
         settings: the resolved config, stored with the experiment.
+        tell: gets one message about a tracker that fails later on; it is left out from then on, and the run goes on.
 
     Raises:
         UserError: the package of a tracker is missing, or a tracker refuses to start (not logged in, no server).
     """
 
-    def __init__(self, config: TrackConfig, folder: RunFolder, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: TrackConfig,
+        folder: RunFolder,
+        settings: Mapping[str, Any] | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
         self._trackers: list[Any] = []
+        self._tell = tell
         names = list(dict.fromkeys(config.trackers))
         check_trackers(config)
         for name in names:
@@ -57,14 +65,24 @@ class Tracker:
         """Send one record: `train/...`, `eval/...` and `time/...` at the record's step. Other kinds are not figures."""
         if self._trackers and record.get("kind") in {"train", "eval"}:
             values = flat_metrics(record)
-            for tracker in self._trackers:
-                tracker.log(values, step=int(record["step"]))
+            self._each(lambda tracker: tracker.log(values, step=int(record["step"])))
 
     def close(self) -> None:
         """Finish every tracker; a second call does nothing."""
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            tracker.finish()
+        self._each(lambda tracker: tracker.finish())
+        self._trackers = []
+
+    def _each(self, call: Callable[[Any], None]) -> None:
+        """A server that is away must not cost the run what it has learned: its tracker is dropped, and that is told."""
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # each tracker has its own kinds of errors
+                self._trackers.remove(tracker)
+                self._tell(
+                    f"tracker {tracker.name} failed and gets no more records ({type(error).__name__}: {error}); metrics.jsonl "
+                    "has them all"
+                )
 
     def _store(self, settings: Mapping[str, Any]) -> None:
         for tracker in self._trackers:

@@ -6,7 +6,8 @@ Only the main process writes; on the others every call is free.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,10 @@ class RunWriter:
         """
         self.folder, self.config, self.main, self.unit = folder, config, main, unit
         self.progress = Progress(config.train.steps, enabled=main, max_minutes=config.train.max_minutes)
-        self.tracker = Tracker(config.track, folder, config.model_dump(mode="json")) if main else None
+        self.tracker = Tracker(config.track, folder, config.model_dump(mode="json"), self.message) if main else None
+        self._log = _LogLines(self.message)
+        if main:
+            logging.getLogger("visual_grpo").addHandler(self._log)
         self.watchdog = Watchdog(
             config.watchdog.timeout_s,
             config.watchdog.action,
@@ -166,11 +170,24 @@ class RunWriter:
 
     def close(self) -> None:
         """Close trackers, the progress line, the watchdog and the folder's lock."""
+        logging.getLogger("visual_grpo").removeHandler(self._log)
         self.progress.close()
         self.watchdog.close()
         if self.tracker is not None:
             self.tracker.close()
         self.folder.close()
+
+
+class _LogLines(logging.Handler):
+    """Warnings of the package (a reward that failed on some rows) in the run's log, and above the progress line."""
+
+    def __init__(self, message: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._message = message
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand a record on as one line."""
+        self._message(f"{record.levelname} {record.getMessage()}")
 
 
 def memory_gb() -> dict[str, float]:

@@ -40,6 +40,13 @@ class Picky:
             raise ValueError("size must be positive")
 
 
+class Lost:
+    """A reward whose constructor misses a file."""
+
+    def __init__(self) -> None:
+        raise FileNotFoundError("weights.bin is not there")
+
+
 OVERRIDES: list[tuple[str, str | list[str], list[str]]] = [
     # the form of overrides
     ("no equals sign", "train.steps", ["override 'train.steps'", "section.key=value"]),
@@ -105,6 +112,22 @@ OVERRIDES: list[tuple[str, str | list[str], list[str]]] = [
     ("only evaluation rewards", "rewards={exact_match: {eval_only: true}}", ["rewards:", "eval_only"]),
     ("refused reward parameter", "rewards={'test_bad_input:Picky': {params: {size: 0}}}", ["Picky", "size must be positive"]),
     ("image reward on text", "rewards=brightness", ["'brightness' reads images", "texts"]),
+    ("options that are no mapping", "method=[{dapo: 3}]", ["options of method 'dapo' are 3"]),
+    ("options of a method that is not there", ["method=[grpo]", "method.dapo.max_tries=2"], ["no 'dapo' in the stack (grpo)"]),
+    ("a list that holds itself", "sampling={x: &a [*a]}", ["sampling={x", "recursive"]),
+    ("a date that is none", "name=2020-13-45", ["override 'name=2020-13-45'", "not valid YAML"]),
+    ("truth for a number of a method", "method=[{dapo: {max_tries: yes}}]", ["method.dapo.max_tries:", "truth value"]),
+    ("truth for a number of the sampler", "sampling.max_new_tokens=yes", ["sampling.max_new_tokens:", "truth value"]),
+    ("reward that is no name", "rewards=[[exact_match]]", ["rewards:", "is no name"]),
+    ("reward twice", "rewards=[exact_match, exact_match]", ["rewards:", "'exact_match' stands twice"]),
+    ("reward under the name of the sum", "rewards={total: {reward: exact_match}}", ["rewards:", "'total'"]),
+    ("reward that Python knows nothing of", "rewards={'builtins:dict': 1}", ["'builtins:dict'", "no reward class or function"]),
+    ("reward without its file", f"rewards={{'{HERE}:Lost': 1}}", ["Lost", "weights.bin is not there"]),
+    ("module that ends Python", "method=exits:Thing", ["'exits:Thing'", "SystemExit"]),
+    ("adapter that is none", "model.adapter=pathlib:Path", ["'pathlib:Path'", "no subclass of PolicyAdapter"]),
+    ("lora on no name", "model.lora.targets=['']", ["model.lora.targets", "head"]),
+    ("name that is too long", f"name={'n' * 300}", ["cannot name a folder"]),
+    ("name of two lines", 'name="a\\nb"', ["cannot name a folder"]),
     ("unknown tracker", "track.trackers=[tensorbord]", ["track.trackers.0:"]),
     ("name with a slash", "name=a/b", ["name 'a/b'"]),
     # prompts
@@ -119,6 +142,13 @@ OVERRIDES: list[tuple[str, str | list[str], list[str]]] = [
     ("no such answer column", "data.answer_column=gold", ["'gold'", "data.answer_column"]),
     ("binary prompts", "data.source=binary.txt", ["binary.txt"]),
     ("not a parquet file", "data.source=fake.parquet", ["fake.parquet", "parquet"]),
+    ("a folder as prompts", "data.source=.", ["'.' is no file", "data.source"]),
+    ("no name as prompts", "data.source=''", ["is no file", "data.source"]),
+    ("a file of another kind", "data.source=toy.yaml", ["toy.yaml", "no known kind", ".jsonl"]),
+    ("a number of 5000 digits", "data.source=huge.jsonl", ["huge.jsonl, line 1", "not valid JSON"]),
+    ("too deep", "data.source=deep.jsonl", ["deep.jsonl, line 1", "not valid JSON"]),
+    ("half a surrogate pair", "data.source=half.jsonl", ["half.jsonl, record 1", "'prompt'", "surrogate"]),
+    ("the home folder of nobody", "data.source=~nobody-here/a.jsonl", ["no prompt file"]),
     ("held-out prompts in training", "eval.source=train.jsonl", ["16 held-out prompts are also training prompts", "eval.source"]),
 ]  # fmt: skip
 
@@ -127,6 +157,14 @@ FILES: list[tuple[str, bytes, list[str]]] = [
     ("a list", b"- a\n- b\n", ["bad.yaml", "must hold sections", "list"]),
     ("broken yaml", b"model: {adapter: toy\ntrain: [", ["bad.yaml", "not valid YAML"]),
     ("not text", bytes(range(128, 256)), ["bad.yaml", "not UTF-8"]),
+    (
+        "a section twice",
+        b"train: {steps: 1}\nmodel: {adapter: toy}\ntrain: {steps: 2}\n",
+        ["bad.yaml", "'train' stands twice", "line 1"],
+    ),
+    ("a key twice", b"train:\n  steps: 1\n  seed: 2\n  steps: 3\n", ["bad.yaml", "'steps' stands twice", "line 2"]),
+    ("a mapping that holds itself", b"a: &a {b: *a}\n", ["bad.yaml"]),
+    ("a list that holds itself", b"a: &a [*a]\n", ["bad.yaml", "recursive"]),
     ("sections missing", b"name: x\n", ["model is missing", "data is missing", "rewards is missing"]),
     ("keys that are numbers", b"1: 2\nmodel: {adapter: toy, path: t}\ndata: {source: x}\nrewards: length\n", ["1"]),
 ]
@@ -140,6 +178,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (tmp_path / "huge.jsonl").write_text('{"prompt": "a", "answer": ' + "9" * 5000 + "}\n")
+    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "\n")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "lists.jsonl").write_text("[1]\n")
     (tmp_path / "numbers.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "binary.txt").write_bytes(bytes(range(128, 256)))
@@ -181,6 +224,10 @@ def test_config_files(content: bytes, words: list[str], capsys: pytest.CaptureFi
         (["no.yaml"], ["no.yaml", "No such file"]),
         (["./"], ["'.'", "Is a directory"]),
         (["quickstrat"], ["no recipe named 'quickstrat'", "Did you mean 'quickstart'?"]),
+        (["a\0.yaml"], ["a\\x00.yaml", "null byte"]),
+        (["empty.txt"], ["no recipe named 'empty.txt'", "write ./empty.txt"]),
+        (["os:getcwd"], ["recipe 'os:getcwd' makes str, not a RunConfig"]),
+        (["visual_grpo.config:RunConfig"], ["RunConfig' could not be made", "Field required"]),
         (["toy.yaml", "--resume"], ["nothing to resume"]),
         (["toy.yaml", "--resume", "--out", "away"], ["nothing to resume", "away"]),
         (["toy.yaml", "--out", "toy.yaml/x"], ["toy.yaml/x", "use another --out"]),
@@ -202,9 +249,17 @@ def test_a_folder_that_holds_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("override", "word"),
-    [("rewards=exact_mach", "Did you mean 'exact_match'?"), ("rewards={length: {params: {targt: 3}}}", "'targt'")],
+    [
+        ("rewards=exact_mach", "Did you mean 'exact_match'?"),
+        ("rewards={length: {params: {targt: 3}}}", "'targt'"),
+        ("data.source=nothing.jsonl", "nothing.jsonl"),
+        ("train.prompts_per_step=17", "16 prompts"),
+        ("eval.source=train.jsonl", "16 held-out prompts"),
+    ],
 )
-def test_a_dry_run_finds_wrong_rewards(override: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_finds_wrong_rewards_and_prompts(
+    override: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused(["toy.yaml", "--dry-run", override], [word], capsys)
 
 

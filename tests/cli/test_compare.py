@@ -105,6 +105,18 @@ def test_an_unknown_metric_names_the_nearest(tmp_path: Path, capsys: pytest.Capt
     )
 
 
+def test_a_run_given_twice_is_no_second_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "a", [0.1])
+    assert main(["compare", str(folder), f"{folder}/../a"]) == 2
+    assert "is given twice" in capsys.readouterr().err
+
+
+def test_names_that_matplotlib_would_read_as_formulas(tmp_path: Path) -> None:
+    folders = [str(make_run(tmp_path / name, [0.1], seed=seed)) for seed, name in enumerate(("$a_b", "_x$^{"))]
+    assert main(["compare", folders[0], "--out", str(tmp_path / "one.png")]) == 0
+    assert main(["compare", folders[1], "--out", str(tmp_path / "two.png")]) == 0
+
+
 def test_a_plot_that_cannot_be_written_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "a", [0.1])
     assert main(["compare", str(folder), "--out", str(tmp_path / "none" / "plot.png")]) == 2

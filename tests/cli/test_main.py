@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from visual_grpo import __version__
 from visual_grpo.cli import main
+from visual_grpo.cli.output import print_json
 from visual_grpo.errors import RunError, UserError
 
 
@@ -231,3 +233,25 @@ def test_module_entry_of_the_evaluations() -> None:
     )
     assert done.returncode == 2
     assert "no evaluation named 'no_such_eval'" in done.stderr
+
+
+def test_an_error_of_the_system_is_one_message(api: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    api.error = PermissionError(13, "Permission denied", "/somewhere/results.jsonl")
+    assert main(["train", "x"]) == 1
+    assert capsys.readouterr().err.startswith("Error: Permission denied '/somewhere/results.jsonl': free space, change")
+
+
+def test_json_for_a_terminal_without_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    print_json({"prompt": "漢字"})
+    out.flush()
+    assert json.loads(out.buffer.getvalue()) == {"prompt": "漢字"}  # type: ignore[attr-defined]
+
+
+def test_a_working_directory_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["list", "methods"]) == 0
+    monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import KILLED, assert_same_run, exported, files, finish, output, records, start
@@ -24,6 +24,7 @@ import visual_grpo as vg
 from visual_grpo.adapters.toy import ToyModel
 from visual_grpo.config import merge
 from visual_grpo.errors import RunError
+from visual_grpo.method import LoopState, Method, MethodConfig
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full weights": {},
@@ -172,6 +173,47 @@ def test_a_damaged_checkpoint_is_named(runs: Any, tmp_path: Path) -> None:
     (run / "checkpoints/step-000002/weights.safetensors").unlink()
     with pytest.raises(vg.UserError, match=r"step-000002' is damaged|other trained parameters"):
         vg.train(config, out=run, resume=True)
+
+
+def test_a_checkpoint_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
+    """Without its moments the optimizer would start again, without its averages the evaluation would use other weights."""
+    config = toy_config(tmp_path, train={"steps": 1, "ema": {"decay": 0.5, "every": 1}})
+    run = tmp_path / "run"
+    vg.train(config, out=run)
+    for name in ("optimizer.safetensors", "set-ema.safetensors", "state.safetensors"):
+        kept = (run / "checkpoints/step-000001" / name).rename(tmp_path / name)
+        with pytest.raises(vg.UserError, match=rf"is damaged \({name} is gone\)"):
+            vg.train(config, out=run, resume=True)
+        kept.rename(run / "checkpoints/step-000001" / name)
+    weights = load_file(run / "checkpoints/step-000001/weights.safetensors")
+    save_file({k: v[:1].clone() for k, v in weights.items()}, run / "checkpoints/step-000001/weights.safetensors")
+    with pytest.raises(vg.UserError, match="other trained parameters than this model"):
+        vg.train(config, out=run, resume=True)
+    assert exported(run)
+
+
+def test_memory_that_runs_out_says_what_to_change(tmp_path: Path) -> None:
+    config = toy_config(tmp_path)
+    with pytest.raises(RunError, match=r"out of memory: .*eval\.batch.*--resume"):
+        vg.train(config, overrides={"sampling.max_new_tokens": 10**15}, out=tmp_path / "run")
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = toy_config(tmp_path, method=["test_resume:Interrupted"], eval={"final_samples": 2, "every": 0})
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            vg.train(config, out=tmp_path / "run", resume=(tmp_path / "run").exists())
+    assert "interrupted after step 3; the checkpoint of step 2 is kept: go on with --resume" in capsys.readouterr().err
+
+
+class Interrupted(Method[MethodConfig]):
+    """Ctrl-C in the fourth step."""
+
+    def adjust_advantages(self, advantages: Any, rewards: Any, rollouts: Any, state: LoopState) -> Any:
+        """Interrupt."""
+        if state.step == 3:
+            raise KeyboardInterrupt
+        return advantages
 
 
 def test_the_command_line_resumes(tmp_path: Path) -> None:

@@ -99,7 +99,43 @@ def test_changed_keys_sees_removed_and_added_keys():
     assert changed_keys({"checkpoint": {"every": 1}, "kl": {}}, {"checkpoint": {"every": 2}, "kl": {}}) == {}
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "", "a\\b", ".hidden"])
+def test_a_resume_may_take_smaller_pieces_but_not_where_the_loss_depends_on_them():
+    stored, given = (
+        {"train": {"micro_batch": 32, "rollout_batch": None}},
+        {"train": {"micro_batch": 4, "rollout_batch": 8}},
+    )
+    assert changed_keys(stored, given) == {}
+    loss = {"loss": {"aggregation": "micro_batch_token_mean"}}
+    assert changed_keys({**stored, **loss}, {**given, **loss}) == {"train.micro_batch": (32, 4)}
+
+
+def test_a_stored_config_that_is_damaged_is_named(tmp_path):
+    folder = create(tmp_path)
+    folder.config.write_text("train: [")
+    with pytest.raises(UserError, match=r"config\.yaml' is not valid YAML"):
+        create(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("name", ["model", "config.yaml", "checkpoints"])
+def test_files_of_the_user_are_not_written_over(tmp_path, name):
+    """`train config.yaml --out .` in a project of the user's own."""
+    mine = tmp_path / "mine"
+    (mine / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=f"holds {name}, which no run wrote"):
+        create(tmp_path, out=mine)
+    assert [p.name for p in mine.iterdir()] == [name]
+    (tmp_path / "runs" / "demo" / name).mkdir(parents=True)
+    assert create(tmp_path).path.name == "demo-2"
+
+
+def test_folders_that_the_system_refuses(tmp_path):
+    with pytest.raises(RunError, match=r"cannot write .*File name too long"):
+        create(tmp_path, out=tmp_path / ("n" * 300))
+    with pytest.raises(UserError, match="zero byte"):
+        create(tmp_path, out="a\0b")
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a\\b", ".hidden", "a\nb", "n" * 300, "\ud800"])
 def test_name_that_is_no_folder_name(tmp_path, name):
     with pytest.raises(UserError, match="cannot name a folder"):
         RunFolder.create(tmp_path, name, config_yaml=CONFIG)

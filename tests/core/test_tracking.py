@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 
 import pytest
 
 from visual_grpo import progress, tracking
-from visual_grpo.config import TrackConfig
+from visual_grpo.config import RunConfig, TrackConfig
 from visual_grpo.errors import UserError
 from visual_grpo.progress import Progress
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.tracking import Tracker, flat_metrics
+from visual_grpo.writer import RunWriter
 
 RECORD = {
     "kind": "train",
@@ -80,6 +82,54 @@ def test_tracker_that_does_not_start_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_start", refuse)
     with pytest.raises(UserError, match="tensorboard did not start: RuntimeError: not logged in"):
         Tracker(TrackConfig(trackers=["tensorboard"]), RunFolder(tmp_path))
+
+
+def test_a_tracker_that_fails_later_does_not_end_the_run(tmp_path, monkeypatch):
+    class Broken:
+        name = "broken"
+
+        def log(self, values: object, step: int) -> None:
+            raise ConnectionError("server is away")
+
+        def finish(self) -> None:
+            raise ConnectionError("still away")
+
+    told = []
+    monkeypatch.setattr(tracking, "_start", lambda *_: Broken())
+    tracker = Tracker(TrackConfig(trackers=["tensorboard"]), RunFolder(tmp_path), tell=told.append)
+    tracker.log(RECORD)
+    tracker.log(RECORD)
+    tracker.close()
+    assert len(told) == 1
+    assert "tracker broken failed" in told[0]
+    assert "server is away" in told[0]
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run():
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with Progress(4, file=Closed()) as bar:
+        bar.message("hello")
+        bar.step(1, {}, {"total": 1.0})
+
+
+def test_warnings_of_the_package_are_in_the_log(tmp_path, capsys):
+    """Where the alarm `reward_failed` sends the user."""
+    config = RunConfig(
+        model={"adapter": "toy", "path": "toy"},
+        data={"source": "x.txt"},
+        rewards="length",
+        watchdog={"timeout_s": None},
+    )
+    folder = RunFolder(tmp_path)
+    writer = RunWriter(folder, config, main=True, unit="tokens")
+    logging.getLogger("visual_grpo.scoring").warning("reward %r failed on row 3", "ocr")
+    writer.close()
+    logging.getLogger("visual_grpo.scoring").warning("later")
+    assert folder.log.read_text() == "WARNING reward 'ocr' failed on row 3\n"
+    assert capsys.readouterr().err.count("failed on row 3") == 1
 
 
 def test_values_from_json_that_are_null_are_left_out():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -43,7 +44,9 @@ def resolve_model_path(path: str, *, marker: str, what: str = "model") -> str:
     """
     if path.startswith(TESTBED):
         return _resolve_testbed(path, marker)
-    folder = Path(path).expanduser()
+    if not path.strip() or "\0" in path:
+        raise UserError(f"model.path {path!r} names no folder; give a folder, a hub id, or one of {_packaged()}.")
+    folder = Path(os.path.expanduser(path))  # not Path.expanduser: it raises for a user that does not exist
     if folder.is_dir():
         if not (folder / marker).is_file():
             held = sorted(entry.name for entry in folder.iterdir())
@@ -125,8 +128,27 @@ def loading(path: str, resolved: str) -> Iterator[None]:
             yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # a damaged file shows in many ways, SafetensorError and TypeError among them
         raise UserError(_load_message(path, resolved, error)) from error
+
+
+def check_complete(path: str, found: Mapping[str, Any]) -> None:
+    """Refuse weight files that lack parameters of the model: the library only warns, and fills them with random numbers.
+
+    Args:
+        path: `model.path`.
+        found: the loading info of transformers' `from_pretrained`.
+
+    Raises:
+        UserError: naming some of what is missing.
+    """
+    missing = sorted(found.get("missing_keys") or ())
+    if missing:
+        names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise UserError(
+            f"the weight files of model.path {path!r} lack {len(missing)} parameters of the model ({names}); they would start at "
+            "random. Copy the folder again, or give the folder that save_pretrained wrote"
+        )
 
 
 def _load_message(path: str, resolved: str, error: Exception) -> str:

@@ -7,23 +7,21 @@ distribution or checkpoint code: `Policy` adds those for all families alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from visual_grpo.config import ModelConfig
+from visual_grpo.config import ModelConfig, Section
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, UnitKind
 
 Kind = Literal["diffusion", "autoregressive", "next_scale"]
 
 
-class SamplingConfig(BaseModel):
+class SamplingConfig(Section):
     """Base of each family's sampling options (`sampling:` in a config). Unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(kw_only=True)
@@ -78,6 +76,15 @@ class PolicyAdapter(ABC):
     @abstractmethod
     def trainable_module(self) -> nn.Module:
         """The network that is trained; `Policy` injects LoRA into it in place and never replaces it."""
+
+    def check_prompts(  # noqa: B027 - most models take any prompt
+        self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], sampling: SamplingConfig
+    ) -> None:
+        """Refuse prompts that the model cannot take, before the first step and not when one is drawn.
+
+        Raises:
+            UserError: naming a prompt and what to change.
+        """
 
     @abstractmethod
     def sample(

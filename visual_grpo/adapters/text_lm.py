@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from visual_grpo.adapters.generation import chunked_log_prob, generate, row_uniforms
-from visual_grpo.adapters.paths import loading, resolve_model_path
+from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path
 from visual_grpo.adapters.protocol import MemoryPlan, PolicyAdapter, SamplingConfig
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
 from visual_grpo.config import ModelConfig
@@ -88,9 +88,15 @@ class TextLMAdapter(PolicyAdapter):
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         with loading(config.path, resolved):
             settings = _without_dropout(AutoConfig.from_pretrained(resolved, **options))
-            model = AutoModelForCausalLM.from_pretrained(
-                resolved, config=settings, dtype=getattr(torch, config.dtype), use_safetensors=True, **options
+            model, found = AutoModelForCausalLM.from_pretrained(
+                resolved,
+                config=settings,
+                dtype=getattr(torch, config.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
             )
+            check_complete(config.path, found)
             tokenizer = AutoTokenizer.from_pretrained(resolved, **options)
         if config.gradient_checkpointing:
             checkpoint_activations(model)
@@ -157,7 +163,7 @@ class TextLMAdapter(PolicyAdapter):
         """Sample one completion a row; `units` does not apply to tokens and is ignored. See `PolicyAdapter.sample`."""
         assert isinstance(sampling, TextSampling)
         prompt_ids = self.encode(prompts.context("behaviour"), prompts.metadata, sampling)
-        self._check_length(prompt_ids, prompts, sampling)
+        self._check_length(prompt_ids, prompts.context("behaviour"), sampling)
         training = self.model.training
         self.model.eval()
         try:
@@ -227,13 +233,32 @@ class TextLMAdapter(PolicyAdapter):
             truncated=None if truncated is None else truncated.cpu(),
         )
 
-    def _check_length(self, prompt_ids: list[Tensor], prompts: PromptBatch, sampling: TextSampling) -> None:
+    def check_prompts(
+        self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], sampling: SamplingConfig
+    ) -> None:
+        """Refuse prompts that leave no room for a completion, and systems that the chat template refuses."""
+        assert isinstance(sampling, TextSampling)
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit is None:
+            return
+        systems = {row.get("system") for row in metadata}
+        template = max(
+            len(ids) for ids in self.encode(["x"] * len(systems), [{"system": s} for s in systems], sampling)
+        )
+        # No tokenizer makes more tokens than bytes, so only long prompts have to be encoded.
+        room = limit - sampling.max_new_tokens - template
+        long = [i for i, text in enumerate(prompts) if len(text.encode()) > room]
+        if long:
+            texts = [prompts[i] for i in long]
+            self._check_length(self.encode(texts, [metadata[i] for i in long], sampling), texts, sampling)
+
+    def _check_length(self, prompt_ids: list[Tensor], prompts: Sequence[str], sampling: TextSampling) -> None:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
         length = len(prompt_ids[longest])
         if limit is not None and length + sampling.max_new_tokens > limit:
             raise UserError(
-                f"prompt {prompts.context('behaviour')[longest][:80]!r} has {length} tokens; with sampling.max_new_tokens "
+                f"prompt {prompts[longest][:80]!r} has {length} tokens; with sampling.max_new_tokens "
                 f"{sampling.max_new_tokens} that exceeds the model's {limit} positions. Shorten or filter the prompts, or "
                 f"lower sampling.max_new_tokens to {max(limit - length, 0)}."
             )

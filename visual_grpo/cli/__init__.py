@@ -6,6 +6,8 @@ message on stderr; `visual-grpo --debug COMMAND ...` or VISUAL_GRPO_DEBUG=1 adds
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import traceback
@@ -76,8 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # `--reward my_module:MyReward` finds a module of the working directory
+    with contextlib.suppress(FileNotFoundError):  # the working directory was deleted: absolute paths still work
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # `--reward my_module:MyReward` finds a module of the working directory
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a run over a prompt
     args = sys.argv[1:] if argv is None else [*argv]
     try:
         app(args=args, prog_name="visual-grpo")
@@ -85,15 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except (UserError, RunError) as error:
         return _report(error, error.exit_status)
+    except OSError as error:  # a full disk, a folder without rights, a network that is gone
+        where = f" {error.filename!r}" if error.filename is not None else ""
+        reason = f"{error.strerror or error or type(error).__name__}{where}"
+        return _report(error, 1, f"{reason}: free space, change the rights or give another path (--debug shows where)")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
     return 0
 
 
-def _report(error: Exception, status: int) -> int:
+def _report(error: Exception, status: int, message: str | None = None) -> int:
     """Print one clear message, or the traceback as well where it was asked for."""
     if os.environ.get(_DEBUG, "") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
-    print(f"Error: {error}", file=sys.stderr)
+    print(f"Error: {message or error}", file=sys.stderr)
     return status

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from visual_grpo.errors import UserError
+
 if TYPE_CHECKING:
     from visual_grpo.cli.runs import Arm
 
@@ -28,6 +30,9 @@ def command(
     from visual_grpo.cli.output import print_json, print_table
     from visual_grpo.cli.runs import choose_metrics, differing_settings, group_arms, read_run
 
+    twice = [folder for i, folder in enumerate(runs) if folder.resolve() in {other.resolve() for other in runs[:i]}]
+    if twice:
+        raise UserError(f"{str(twice[0])!r} is given twice: one run would be counted as two seeds; leave one out")
     read = [read_run(folder) for folder in runs]
     metrics = choose_metrics(read, metric or [])
     settings = differing_settings(read)
@@ -76,14 +81,17 @@ def _mean_std(arm: Arm, metric: str) -> str:
     return f"{spread['mean']:.4f}" + (f" ± {spread['std']:.4f}" if spread["std"] is not None else "")
 
 
+def _plain(text: str) -> str:
+    """What matplotlib shows as it stands: a dollar begins a formula, and a label that begins with `_` is left out."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
 def plot(arms: list[Arm], metrics: list[str], out: Path) -> None:
     """Draw one panel a metric: a thin line a run, a thick one for the mean of an arm's runs at the steps they share."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    from visual_grpo.errors import UserError
 
     figure, axes = plt.subplots(1, len(metrics), figsize=(6 * len(metrics), 4), squeeze=False)
     for axis, metric in zip(axes[0], metrics, strict=True):
@@ -96,14 +104,17 @@ def plot(arms: list[Arm], metrics: list[str], out: Path) -> None:
                     *zip(*points, strict=True),
                     color=colour,
                     alpha=1 if alone else 0.3,
-                    label=arm.label if alone else None,
+                    label=_plain(arm.label) if alone else None,
                 )
             mean = arm.mean_curve(metric)
             if len(arm.runs) > 1 and mean:
                 axis.plot(
-                    *zip(*mean, strict=True), color=colour, linewidth=2, label=f"{arm.label} (mean of {len(arm.runs)})"
+                    *zip(*mean, strict=True),
+                    color=colour,
+                    linewidth=2,
+                    label=f"{_plain(arm.label)} (mean of {len(arm.runs)})",
                 )
-        axis.set(xlabel="step", title=metric)
+        axis.set(xlabel="step", title=_plain(metric))
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
     figure.tight_layout()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ def as_mapping(result: Any) -> dict[str, Any]:
 
 def print_json(value: Any) -> None:
     """Print strict JSON: numbers that are not finite become null, paths and tensors their text or list."""
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")  # else JSON's own escapes, which any reader knows
+    print(json.dumps(_plain(value), indent=2, ensure_ascii=not unicode, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:

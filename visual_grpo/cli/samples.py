@@ -31,7 +31,7 @@ def read_prompts(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     from visual_grpo.config import DataConfig
     from visual_grpo.data import load_prompts
 
-    if path.suffix not in (".txt", ".jsonl", ".parquet"):
+    if path.suffix.lower() not in (".txt", ".jsonl", ".json", ".parquet"):
         raise UserError(f"{str(path)!r} is no prompt file: give a .txt (one prompt a line), .jsonl or .parquet file.")
     rows = load_prompts(DataConfig(source=str(path), shuffle=False))
     return [row.prompt for row in rows], [row.metadata for row in rows]
@@ -41,7 +41,7 @@ def read_texts(path: Path) -> list[str]:
     """Read texts, which may be empty: .txt (one a line), or .jsonl with a column `text`, `completion` or `answer`."""
     from visual_grpo.run_folder import read_jsonl
 
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         rows = read_jsonl(path)
         column = next((name for name in TEXT_COLUMNS if rows and name in rows[0]), None)
         if column is None:
@@ -51,13 +51,12 @@ def read_texts(path: Path) -> list[str]:
             if not isinstance(row.get(column), str):
                 raise UserError(f"{path} row {number}: {column!r} must be a text, got {row.get(column)!r}.")
         return [row[column] for row in rows]
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the texts {str(path)!r}: {error}.") from error
-    if not lines:
+    from visual_grpo.data import read_text
+
+    text = read_text(path, "the texts")
+    if not text:
         raise UserError(f"{str(path)!r} is empty.")
-    return lines
+    return text.removesuffix("\n").split("\n")
 
 
 def natural_order(path: Path) -> list[tuple[int, int | str]]:
@@ -67,7 +66,7 @@ def natural_order(path: Path) -> list[tuple[int, int | str]]:
     '2.png'
     """
     parts = re.split(r"(\d+)", path.as_posix())
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts if part]
 
 
 def _per_prompt(count: int, prompts: int, what: str) -> int:
