@@ -25,6 +25,11 @@ class SamplingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @property
+    def replays_the_sampler(self) -> bool:
+        """Whether `log_prob` scores the distribution that was sampled; if not, the first ratio is not 1."""
+        return True
+
 
 @dataclass(kw_only=True)
 class MemoryPlan:
