@@ -83,6 +83,7 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
         check.check(config, sampling)
     check_geometry(config.train, int(os.environ.get("WORLD_SIZE", "1")), needs)
     check_rewards(config)
+    check_cispo(config)
     check_trackers(config.track)
     return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
 
@@ -92,6 +93,15 @@ def check_rewards(config: RunConfig) -> None:
     if all(reward.eval_only for reward in config.rewards.values()):
         raise UserError(
             "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
+        )
+
+
+def check_cispo(config: RunConfig) -> None:
+    """Refuse the default clip range as CISPO's cap: it would cut every ratio to 0.2, also those of an unchanged policy."""
+    if config.loss.surrogate == "cispo" and config.ratio.clip_high < 1:
+        raise UserError(
+            f"loss.surrogate=cispo reads ratio.clip_high ({config.ratio.clip_high:g}) as the cap of the ratio itself; below 1 it "
+            "cuts every ratio, also that of an unchanged policy. Set ratio.clip_high=5 (its usual value)"
         )
 
 
