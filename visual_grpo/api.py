@@ -117,6 +117,7 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
         check.check(config, sampling)
     check_geometry(config.train, launched_processes(), needs)
     check_rewards(config, stack)
+    check_cispo(config)
     check_trackers(config.track)
     return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
 
@@ -133,6 +134,15 @@ def check_rewards(config: RunConfig, stack: MethodStack) -> None:
             "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
         )
     check_combination(config, stack.provider("advantages"))
+
+
+def check_cispo(config: RunConfig) -> None:
+    """Refuse the default clip range as CISPO's cap: it would cut every ratio to 0.2, also those of an unchanged policy."""
+    if config.loss.surrogate == "cispo" and config.ratio.clip_high < 1:
+        raise UserError(
+            f"loss.surrogate=cispo reads ratio.clip_high ({config.ratio.clip_high:g}) as the cap of the ratio itself; below 1 it "
+            "cuts every ratio, also that of an unchanged policy. Set ratio.clip_high=5 (its usual value)"
+        )
 
 
 def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:

@@ -76,13 +76,16 @@ class RatioConfig(Section):
     """The importance ratio and its clip range [1 - clip_low, 1 + clip_high]."""
 
     level: Literal["token", "sequence", "sequence_token"] = "token"
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = Field(
+        0.2, description="with loss.surrogate=cispo: cap of the ratio itself"
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    delta: Annotated[float, Field(gt=0)] | None = None
+    delta: Annotated[float, Field(gt=1)] | None = None
     old: Literal["auto", "sampler"] = Field(
         "auto",
-        description="auto: on-policy updates take the detached new log-prob; sampler: always what sampling stored",
+        description="auto: on-policy updates take the detached new log-prob, and tokens in half precision are replayed before "
+        "several updates; sampler: always what sampling stored",
     )
 
 

@@ -78,8 +78,7 @@ def self_test(
 
 def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
     name = "ratio = 1 before the first update"
-    sampling: Any = state.sampling
-    if getattr(sampling, "logprob_mode", "guided") == "cond" and getattr(sampling, "guidance", 1.0) != 1.0:
+    if not state.sampling.replays_the_sampler:
         return Check(name=name, status="ok", detail="exempt: log-probs leave guidance out (sampling.logprob_mode=cond)")
     if "training" in probe.prompts.contexts:
         return Check(

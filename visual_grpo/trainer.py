@@ -27,7 +27,7 @@ from visual_grpo.data import PromptRow, PromptSource, prompt_batch
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
-from visual_grpo.loss import LossInputs, fixed_weights, passes
+from visual_grpo.loss import LossInputs, fixed_weights, passes, settle_old
 from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
 from visual_grpo.normalise import Normalisers
@@ -232,12 +232,14 @@ class Trainer:
 
     def update(self, rows: LossInputs, stats: Stats) -> None:
         """`updates_per_step` optimizer steps, `epochs_per_step` times over the rollout batch."""
-        train = self.config.train
+        train, whole_groups, ids = self.config.train, self.stack.needs.whole_groups, rows.rollouts.group_ids
         for epoch in range(train.epochs_per_step):
-            key = (train.seed, self.step, epoch)
             parts = split_updates(
-                rows.rollouts.group_ids, train.updates_per_step, whole_groups=self.stack.needs.whole_groups, key=key
+                ids, train.updates_per_step, whole_groups=whole_groups, key=(train.seed, self.step, epoch)
             )
+            if epoch == 0:
+                batches = [p[i] for p in parts for i in micro_batches(ids[p], train.micro_batch, whole_groups)]
+                rows = settle_old(rows, batches, self.state, self.watchdog.beat)
             for part in parts:
                 self.optimizer_step(rows.select(part), stats)
                 self.state.on_policy = False

@@ -3,8 +3,9 @@
 What differs from GRPO: the log-prob of a finished image is minus its flow-matching loss on M (noise level, noise) pairs, an
 ELBO-style surrogate, so any solver may sample and only the final latents are kept. Units are the pairs; the ratio is the
 exponential of their mean difference, one a row (the core's sequence-level ratio). Pairs are shared by a group, their levels are
-stratified over the sampler's own schedule, the loss is weighted by its own detached size. `kl_old_beta` pulls to the weights
-that sampled (the paper's control C); the pull to the start model is the core's `kl` with estimator `prediction`.
+stratified over the sampler's own schedule, the loss is weighted by its own detached size. `advantage.soft_clip` (control A) is
+on, as in the paper's on-policy stages; it leaves it out on coarse rewards. `kl_old_beta` pulls to the weights that sampled
+(control C); the pull to the start model is the core's `kl` with estimator `prediction`.
 Departures: pairs are drawn a group, not a step (`share`); D is a mean over dimensions (the paper's reduction is uncertain);
 population std with eps 1e-8 and the floor 1e-5 of the weighting are our choices.
 """
@@ -174,7 +175,10 @@ def v_grpo_tiny() -> RunConfig:
 
 
 def v_grpo_sd35_medium() -> RunConfig:
-    """V-GRPO on SD3.5-medium: stage 1 of the paper (on-policy, 4 pairs), no guidance, 40 ODE steps, 24 x 48."""
+    """V-GRPO on SD3.5-medium: stage 1 of the paper (on-policy, 4 pairs), no guidance, 40 ODE steps, 48 prompts x 24.
+
+    Departures: PickScore alone (the paper adds HPSv2.1 and CLIP); averaged weights as in Flow-GRPO (the paper's were not found).
+    """
     return sd35_medium(
         "v_grpo_sd35_medium",
         {"v_grpo": {"pairs": 4}},
@@ -182,7 +186,7 @@ def v_grpo_sd35_medium() -> RunConfig:
         "pickscore",
         data=DataConfig(source="data/pickapic/train.txt"),
         rewards={"pickscore": RewardConfig()},
-        sampling={"steps": 40, "guidance": 1.0, "height": 512, "width": 512},
+        sampling={"steps": 40, "guidance": 1.0},
         advantage=AdvantageConfig(soft_clip=3.0),
         ratio=RatioConfig(level="sequence", clip_low=6e-3, clip_high=6e-3),
         train=TrainConfig(
@@ -192,6 +196,7 @@ def v_grpo_sd35_medium() -> RunConfig:
             micro_batch=2,
             rollout_batch=48,
             optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            ema=EmaConfig(decay=0.9, every=8),
         ),
         eval=EvalConfig(source="data/pickapic/test.txt", every=30, samples=480, final_samples=2048, batch=16),
     )

@@ -41,7 +41,9 @@ class DapoConfig(MethodConfig):
     overlong_cache: int | None = Field(
         None, ge=1, description="tokens before the limit over which the penalty grows; null = none"
     )
-    overlong_weight: float = Field(1.0, description="factor of the penalty, in units of the reward")
+    overlong_weight: float = Field(
+        1.0, description="factor of the penalty, in units of the reward; the paper's 1 belongs to rewards of -1 and 1"
+    )
 
 
 class Dapo(Method[DapoConfig]):
@@ -64,7 +66,7 @@ class Dapo(Method[DapoConfig]):
             )
 
     def shape_rewards(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
-        """Add the soft overlong penalty (Eq. 13) to the first reward that applies."""
+        """Add the soft overlong penalty (Eq. 13) as a part of its own, on rows that some reward scored."""
         cache = self.config.overlong_cache
         if cache is None:
             return rewards
@@ -73,11 +75,15 @@ class Dapo(Method[DapoConfig]):
         # A truncated answer would have gone on: it counts as beyond the limit.
         length = torch.where(rollouts.truncated.cpu(), limit + 1, length) if rollouts.truncated is not None else length
         penalty = self.config.overlong_weight * overlong_penalty(length, limit, cache)
+        # A row that nothing scored has no reward; the penalty alone would give it one.
+        scored = rewards.usable
+        status = torch.where(scored, int(RewardStatus.OK), int(RewardStatus.NOT_APPLICABLE)).to(rewards.status)
+        penalty = torch.where(scored, penalty.to(rewards.values), torch.nan)
         return replace(
             rewards,
             names=(*rewards.names, "overlong"),
-            values=torch.cat([rewards.values, penalty[:, None].to(rewards.values)], dim=1),
-            status=torch.cat([rewards.status, torch.zeros_like(rewards.status[:, :1])], dim=1),
+            values=torch.cat([rewards.values, penalty[:, None]], dim=1),
+            status=torch.cat([rewards.status, status[:, None]], dim=1),
             weights=torch.cat([rewards.weights, torch.ones(1)]),
         )
 
@@ -124,12 +130,15 @@ def dapo_text_tiny() -> RunConfig:
 
 
 def dapo_qwen2_5_7b() -> RunConfig:
-    """DAPO on Qwen2.5-7B: the paper's settings (512 prompts x 16, lr 1e-6, 16,384 + 4,096 tokens, 16 updates a rollout)."""
+    """DAPO on Qwen2.5-7B: the paper's settings (512 prompts x 16, lr 1e-6, 16,384 + 4,096 tokens, 16 updates a rollout).
+
+    The paper scores answers -1 or 1, `math_verify` 0 or 1: half the penalty gives the same advantages.
+    """
     return RunConfig(
         name="dapo_qwen2_5_7b",
         summary="DAPO on Qwen2.5-7B, the paper's settings",
         model=ModelConfig(adapter="text_lm", path="Qwen/Qwen2.5-7B", dtype="bfloat16", gradient_checkpointing=True),
-        method=[{"dapo": {"overlong_cache": 4096, "max_tries": 10}}],
+        method=[{"dapo": {"overlong_cache": 4096, "overlong_weight": 0.5, "max_tries": 10}}],
         data=DataConfig(source="data/dapo_math_17k.jsonl", answer_column="answer"),
         rewards={"math_verify": RewardConfig()},
         sampling={"max_new_tokens": 20480, "temperature": 1.0},

@@ -52,7 +52,7 @@ def gspo_text_tiny() -> RunConfig:
 
 
 def gspo_qwen3_8b() -> RunConfig:
-    """GSPO on Qwen3-8B: clip 3e-4 / 4e-4, 4 updates a rollout; group and batch sizes are our choice."""
+    """GSPO on Qwen3-8B: clip 3e-4 / 4e-4, 4 updates a rollout; group and batch sizes and the learning rate are our choice."""
     return RunConfig(
         name="gspo_qwen3_8b",
         summary="GSPO on Qwen3-8B, the paper's clip range and four updates a rollout",

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from visual_grpo.advantages import group_advantages, soft_clip
-from visual_grpo.aggregation import Totals, aggregate
+from visual_grpo.aggregation import Totals, aggregate, aggregation_coefficients
 from visual_grpo.objectives import clip_is_active, clipped_surrogate, elbo_pair_loss, importance_log_ratio
+from visual_grpo.pipelines.flow.v_grpo import VGrpo, VGrpoConfig
 from visual_grpo.transitions import interpolate, x0_from_velocity
+from visual_grpo.types import LogProb, MicroBatch, PromptBatch, RolloutBatch
 
 OUTPUTS = torch.tensor([[0.5, -0.2, 0.1, 0.8], [-0.3, 0.4, 0, 0.6], [0.2, 0.2, -0.7, 0.1]], dtype=torch.float64)
 EPS = torch.tensor([[1, -0.5, 0.25, -1.5], [-0.4, 0.9, 0.1, 0.3]], dtype=torch.float64)
@@ -74,10 +76,32 @@ def test_clipped_objective_and_gradient() -> None:
     close(theta.grad, [-0.125388, 0.128904])
 
 
+def kl_old(rows: list[int], beta: float) -> Tensor:
+    """The method's own term on some rows of the example; it is a mean over them, their pairs and the dimensions."""
+    prompts = PromptBatch(
+        prompts=["p"] * len(rows), metadata=[{}] * len(rows), group_ids=torch.zeros(len(rows), dtype=torch.int64),
+        row_ids=torch.arange(len(rows)),
+    )  # fmt: skip
+    mask, units = MASK[rows], torch.arange(2)
+    prediction = x0_predictions(parameters(NEW))[rows]
+    micro = MicroBatch(
+        rollouts=RolloutBatch(
+            prompts=prompts, unit_kind="noise_pair", unit_mask=mask > 0,
+            data={"old_prediction": x0_predictions(parameters(OLD))[rows].detach()},
+        ),
+        units=units, advantages=torch.zeros_like(mask), mask=mask, old_log_prob=torch.zeros_like(mask),
+        log_prob=LogProb(value=torch.zeros_like(mask), prediction=prediction),
+    )  # fmt: skip
+    coefficients = aggregation_coefficients(mask.double(), Totals.of_mask(mask), mode="sequence_mean_token_mean")
+    terms = VGrpo(VGrpoConfig(pairs=2, kl_old_beta=beta)).regularise(micro, coefficients, mask, None)  # type: ignore[arg-type]
+    return terms["kl_old"]
+
+
 def test_kl_to_the_behaviour_policy() -> None:
-    squared = (x0_predictions(parameters(NEW)) - x0_predictions(parameters(OLD))).square()
-    close(squared.mean(), 0.000090)
-    close(squared.sum(dim=2).mean(dim=1), [0.000377, 0.000379, 0.000329])
+    close(kl_old([0, 1, 2], 1.0), 0.000090)
+    close(kl_old([0, 1, 2], 300.0), 300 * 9.039780e-05, 1e-7)
+    for row, summed in enumerate([0.000377, 0.000379, 0.000329]):
+        close(4 * kl_old([row], 1.0), summed)
 
 
 @pytest.mark.parametrize(("point", "gradient"), [(NEW, (-0.116297, 0.136522)), (OLD, (-0.114527, 0.133550))])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from visual_grpo.advantages import group_advantages, overlong_penalty
+from visual_grpo.api import plan
 from visual_grpo.errors import UserError
 from visual_grpo.scoring import RewardSuite
 
@@ -77,6 +79,39 @@ def test_overlong_penalty(tmp_path: Path) -> None:
     torch.testing.assert_close(shaped.total(), wanted.float())
     assert shaped.clean is clean
     assert len(set(length.tolist())) > 1
+
+
+def test_a_row_that_nothing_scored_gets_no_penalty(tmp_path: Path) -> None:
+    """No gold answer: the row has no reward, clean or shaped, and an advantage of 0 however long it is."""
+    trainer = toy_run.toy_trainer(tmp_path, method=[{"dapo": {"dynamic_sampling": False, "overlong_cache": 3}}])
+    even = [int(row.prompt.split()[1]) % 2 == 0 for row in trainer.source.rows]
+    assert True in even
+    assert False in even
+    trainer.suite = RewardSuite(
+        {"test": {"reward": lambda prompts, completions: [0.0 if int(p[4:]) % 2 == 0 else None for p in prompts]}}
+    )
+    rollouts, clean = trainer.collect(trainer._draw())
+    shaped = trainer.stack.shaped(clean, rollouts, trainer.state)
+    advantages = trainer.stack.advantages(shaped, rollouts, trainer.state)
+    trainer.writer.close()
+    unscored = torch.tensor([int(p.split()[1]) % 2 == 1 for p in rollouts.prompts.prompts])
+    assert bool(unscored.any())
+    assert bool((~unscored).any())
+    assert torch.equal(shaped.usable, ~unscored)
+    assert bool(shaped.total()[unscored].isnan().all())
+    assert bool((advantages[unscored] == 0).all())
+    assert bool((advantages[~unscored] != 0).any())
+
+
+def test_the_recipe_weighs_the_penalty_as_the_paper() -> None:
+    """Equation 7 scores -1 or 1, so a penalty of -1 is half the distance of right and wrong; math_verify scores 0 or 1."""
+    (method,) = plan("dapo_qwen2_5_7b").config.method
+    weight = method["dapo"]["overlong_weight"]
+    right, length = torch.tensor([1.0, 1, 0, 0]), torch.tensor([100, 18432, 16384, 20481])
+    penalty, ids = overlong_penalty(length, 20480, 4096), torch.zeros(4, dtype=torch.int64)
+    ours = group_advantages((right + weight * penalty).double(), ids, eps=0.0)
+    papers = group_advantages((2 * right - 1 + penalty).double(), ids, eps=0.0)
+    torch.testing.assert_close(ours, papers)
 
 
 def test_the_cache_must_fit_the_answer(tmp_path: Path) -> None:

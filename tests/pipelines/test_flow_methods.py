@@ -248,6 +248,21 @@ def test_flow_grpo_kl_is_the_code_form(make: Any) -> None:
     assert found == pytest.approx(float(wanted), rel=1e-6)
 
 
+def test_unguided_training_of_a_guided_rollout_keeps_the_ratio_to_the_rollout(make: Any) -> None:
+    """ "CFG distillation": the first ratio is exp(log p unguided - log p guided), and not 1."""
+    over = {"sampling": {"guidance": 3.0, "logprob_mode": "cond"}, "ratio": {"clip_low": 0.9, "clip_high": 9.0}}
+    trainer = make("flow_grpo", **over)
+    rows, _ = rows_of(trainer)
+    with torch.no_grad():
+        new = trainer.policy.log_prob(rows.rollouts, torch.arange(3)).value
+    ratio = (new - rows.rollouts.old_log_prob).exp()
+    assert float((ratio - 1).abs().max()) > 1e-4
+    assert trainer.state.on_policy
+    found = gradient(trainer, rows)[1]
+    assert found == pytest.approx(-float((ratio * rows.advantages[:, None]).mean()), abs=1e-9)
+    assert abs(found + float(rows.advantages.mean())) > 1e-6
+
+
 def test_no_reference_forward_without_kl(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make("flow_grpo")
     rows, _ = rows_of(trainer)

@@ -11,6 +11,7 @@ import visual_grpo as vg
 from visual_grpo.api import plan
 from visual_grpo.config import to_yaml
 from visual_grpo.dry_run import print_dry_run
+from visual_grpo.errors import UserError
 
 RECIPES = vg.list_recipes()
 
@@ -60,8 +61,39 @@ def test_published_hyperparameters() -> None:
     assert (flow.model.lora.rank, flow.model.lora.alpha) == (32, 64)
     assert (flow.sampling["steps"], flow.sampling["guidance"], flow.sampling["noise_scale"]) == (10, 4.5, 0.7)
     assert flow.train.optimizer.lr == 3e-4
+    assert (flow.sampling["height"], flow.sampling["width"], flow.sampling["max_sequence_length"]) == (512, 512, 128)
+    fast = plan("flow_grpo_fast_sd35_medium_geneval").config
+    assert (fast.sampling["solver"], fast.sampling["noise_scale"], fast.sampling["guidance"]) == ("cps", 0.8, 1.0)
+    assert (fast.ratio.clip_low, fast.ratio.clip_high, fast.kl.beta) == (1e-5, 1e-5, 0.0)
+    assert fast.method == [{"flow_grpo": {"window": 3, "window_high": 5}}]
+    for made in (flow, fast):
+        assert (made.advantage.scope, made.advantage.std, made.advantage.eps) == ("batch", "population", 1e-4)
+        assert (made.advantage.clip, made.advantage.drop_flat) == (5.0, True)
+        assert made.train.ema is not None
+        assert (made.train.ema.decay, made.train.ema.every) == (0.9, 8)
     v = plan("v_grpo_sd35_medium").config
     assert (v.sampling["steps"], v.sampling["guidance"], v.advantage.soft_clip) == (40, 1.0, 3.0)
+    assert (v.method, v.ratio.level, v.train.updates_per_step) == ([{"v_grpo": {"pairs": 4}}], "sequence", 1)
+    assert v.sampling["max_sequence_length"] == 128
+    assert v.train.ema == flow.train.ema
     dapo = plan("dapo_qwen2_5_7b").config
     assert (dapo.train.prompts_per_step, dapo.train.group_size, dapo.ratio.clip_high) == (512, 16, 0.28)
     assert (dapo.loss.aggregation, dapo.sampling["max_new_tokens"]) == ("token_mean", 20480)
+    gspo = plan("gspo_qwen3_8b").config
+    assert (gspo.ratio.level, gspo.ratio.clip_low, gspo.ratio.clip_high) == ("sequence", 3e-4, 4e-4)
+    dr = plan("dr_grpo_qwen2_5_math_7b").config
+    assert (dr.advantage.std, dr.loss.aggregation, dr.sampling["max_new_tokens"]) == ("none", "fixed_length", 3000)
+    grpo = plan("grpo_deepseekmath_7b").config
+    assert (grpo.kl.beta, grpo.kl.estimator, grpo.train.group_size) == (0.04, "k3", 64)
+
+
+def test_the_default_clip_range_is_no_cap_for_cispo() -> None:
+    with pytest.raises(UserError, match=r"ratio\.clip_high \(0\.2\) as the cap"):
+        plan("grpo_text_tiny", {"loss.surrogate": "cispo"})
+    assert plan("grpo_text_tiny", {"loss.surrogate": "cispo", "ratio.clip_high": 5}).config.ratio.clip_high == 5
+
+
+@pytest.mark.parametrize("key", ["ratio.delta", "ratio.clip_low"])
+def test_bounds_of_the_ratio_are_checked_before_a_run(key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        plan("grpo_text_tiny", {key: 1.0 if key == "ratio.delta" else 1.5})

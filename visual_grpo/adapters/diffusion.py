@@ -68,6 +68,11 @@ class DiffusionSampling(SamplingConfig):
             raise ValueError(f"noise_scale of solver 'cps' must be at most 1, got {self.noise_scale}")
         return self
 
+    @property
+    def replays_the_sampler(self) -> bool:
+        """False where sampling is guided and `log_prob` is not ("CFG distillation")."""
+        return self.guidance == 1 or self.logprob_mode == "guided"
+
 
 class DiffusionAdapter(PolicyAdapter):
     """Base of the diffusion families; a family fills the abstract methods and nothing else of the loop.

@@ -23,6 +23,11 @@ Kind = Literal["diffusion", "autoregressive", "next_scale"]
 class SamplingConfig(Section):
     """Base of each family's sampling options (`sampling:` in a config). Unknown keys are refused."""
 
+    @property
+    def replays_the_sampler(self) -> bool:
+        """Whether `log_prob` scores the distribution that was sampled; if not, the first ratio is not 1."""
+        return True
+
 
 @dataclass(kw_only=True)
 class MemoryPlan:
