@@ -50,7 +50,7 @@ def read_rubric(given: Any) -> list[Criterion]:
         text = next((entry[key] for key in ("text", "criterion", "description") if entry.get(key)), None)
         weight = entry.get("weight", entry.get("points", 1.0))
         try:
-            number = float(weight)
+            number = float(weight)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             number = math.nan
         if not isinstance(text, str) or not math.isfinite(number) or number == 0:

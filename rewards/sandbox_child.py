@@ -152,7 +152,8 @@ def same(value: Any, expected: Any) -> bool:
 
 def _foreign_names(trees: list[ast.AST]) -> set[str]:
     """Names that the tests use and do not define."""
-    used, defined = set(), set()
+    used: set[str] = set()
+    defined: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)

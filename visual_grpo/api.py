@@ -269,8 +269,8 @@ def evaluate(
     from visual_grpo.registry import EVALS, load_object
 
     protocol: Any = EVALS.get(name)
-    given = {"samples": samples, "seed": seed, "batch": batch, "sampling": sampling, "family": family, "dtype": dtype}
-    check_types(evaluate, given, f"evaluation {name!r}")
+    typed = {"samples": samples, "seed": seed, "batch": batch, "sampling": sampling, "family": family, "dtype": dtype}
+    check_types(evaluate, typed, f"evaluation {name!r}")
     check_types(protocol, options, f"evaluation {name!r}")
     if model is not None:
         folder = Path(out if out is not None else f"eval-{name}")

@@ -48,8 +48,9 @@ def load_object(target: str, kind: str = "object") -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # anything may happen while a user's module runs
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "") in _prefixes(module_name)
-        reason = f"there is no module {error.name!r}" if missing else f"{type(error).__name__}: {error}"  # type: ignore[attr-defined]
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        missing = absent is not None and absent in _prefixes(module_name)
+        reason = f"there is no module {absent!r}" if missing else f"{type(error).__name__}: {error}"
         raise UserError(f"cannot import the {kind} {target!r}: {reason}.") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
