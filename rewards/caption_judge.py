@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import RewardOutput, RewardRequest, register_reward
@@ -48,7 +48,7 @@ def language_gate(language: float, ratio: float, low: float = 0.5, high: float =
 
 class _CaptionReward(JudgeReward):
     needs = frozenset({"texts"})
-    prompt_fields = ("completion",)
+    prompt_fields: ClassVar[tuple[str, ...]] = ("completion",)
 
     def __init__(
         self, *, reference_key: str | None = None, image_key: str = "image", device: Any = None, **judge: Any
