@@ -48,7 +48,7 @@ def read_rubric(given: Any) -> list[Criterion]:
     for item in given if isinstance(given, (list, tuple)) else [given]:
         entry = item if isinstance(item, Mapping) else {"text": item}
         text = next((entry[key] for key in ("text", "criterion", "description") if entry.get(key)), None)
-        weight = entry.get("weight", entry.get("points", 1.0))
+        weight: Any = entry.get("weight", entry.get("points", 1.0))
         try:
             number = float(weight)  # type: ignore[arg-type]
         except (TypeError, ValueError):

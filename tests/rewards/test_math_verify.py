@@ -7,7 +7,7 @@ import pytest
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import RewardRequest, to_output
-from visual_grpo.rewards import math_verify
+from visual_grpo.rewards import child_process
 from visual_grpo.rewards.math_judge import judge
 from visual_grpo.rewards.math_verify import MathVerify
 from visual_grpo.scoring import RewardSuite
@@ -73,7 +73,7 @@ def test_it_starts_where_the_package_is_not_installed(tmp_path, monkeypatch):
 
 
 def test_a_process_that_cannot_start_is_reported(monkeypatch):
-    monkeypatch.setattr(math_verify.sys, "executable", "/bin/false")
+    monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
     broken = MathVerify()
     began = time.perf_counter()
     with pytest.raises(RuntimeError, match="did not start"):
