@@ -221,7 +221,8 @@ def _score(
 
 
 def _completion(row: dict[str, Any], number: int, path: str | Path) -> str:
-    text = row.get("completion", row.get("text", row.get("prompt")))
+    plain = Path(path).suffix != ".jsonl"  # `read_lines` puts the lines of such a file under "prompt"
+    text = row.get("completion", row.get("text", row.get("prompt") if plain else None))
     if not isinstance(text, str):
         raise UserError(f"{path}, line {number}: no text under 'completion' or 'text'.")
     return text

@@ -203,6 +203,12 @@ class TestText:
         lines = (tmp_path / "results" / "results.jsonl").read_text().splitlines()
         assert json.loads(lines[4]) == {"problem": 1, "answer": "4", "correct": False, "truncated": True}
 
+    def test_plain_lines_are_completions(self, files, tmp_path):
+        prompts, _ = files
+        plain = tmp_path / "texts.txt"
+        plain.write_text("so 7\n5\n1\n")
+        assert text.evaluate(prompts=prompts, texts=plain, reward="exact_match")["avg@1"] == 0.5
+
     def test_mistakes(self, files, tmp_path):
         prompts, texts = files
         with pytest.raises(UserError, match=r"every k must lie in 1\.\.3"):
@@ -213,6 +219,9 @@ class TestText:
         short.write_text('{"completion": "7"}\n' * 4)
         with pytest.raises(UserError, match="4 completions for 3 problems"):
             text.evaluate(prompts=prompts, texts=short)
+        short.write_text('{"prompt": "3 + 4?", "response": "7"}\n' * 3)  # the question must not be judged as the answer
+        with pytest.raises(UserError, match="line 1: no text under 'completion'"):
+            text.evaluate(prompts=prompts, texts=short, reward="exact_match")
         short.write_text('{"answer": "7"}\n' * 3)
         with pytest.raises(UserError, match="no text under 'completion'"):
             text.evaluate(prompts=prompts, texts=short)
