@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from visual_grpo.api import Plan
@@ -24,8 +26,11 @@ def print_dry_run(plan: Plan) -> None:
     from rich.text import Text
 
     config = plan.config
-    local = [s.startswith("testbed/") or is_local(s) for s in (config.data.source, eval_data(plan).source)]
-    if all(local):  # a data set of the hub would be downloaded
+    sources = dict.fromkeys((config.data.source, eval_data(plan).source))
+    here = {s: s.startswith("testbed/") or os.path.exists(s) for s in sources}
+    if all(
+        here.values()
+    ):  # a data set of the hub would be downloaded, and a recipe can be looked at before its data is there
         read_prompts(plan)
     build_suite(plan, torch.device("cpu")).close()
     console = Console()
@@ -43,6 +48,10 @@ def print_dry_run(plan: Plan) -> None:
         ("trained", f"{trained:,} ({trained / total:.2%}), {'LoRA' if config.model.lora else 'full weights'}"),
         ("method", " + ".join(plan.stack.methods) or "grpo"),
         ("rewards", ", ".join(config.rewards)),
+        (
+            "prompts",
+            ", ".join(s if here[s] else f"{s} (no such file yet)" if is_local(s) else f"{s} (hub)" for s in sources),
+        ),
         ("processes", str(world)),
         *geometry.lines(),
     ]:

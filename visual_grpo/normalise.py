@@ -22,6 +22,7 @@ __all__ = ["Normalisers", "RunningMoments"]
 class RunningMoments:
     """Mean and variance of all values seen, merged batch by batch (Chan, Golub and LeVeque 1979) in float64.
 
+    >>> import torch
     >>> moments = RunningMoments()
     >>> moments.add(torch.tensor([1.0, 3.0])), moments.add(torch.tensor([5.0]))
     (None, None)

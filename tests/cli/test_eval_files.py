@@ -29,7 +29,7 @@ def test_a_result_table_json_and_a_comparison(folder: Path, tmp_path: Path, caps
     assert {"results.jsonl", "settings.json", "summary.json", "table.md"} <= {p.name for p in first.iterdir()}
     args = ["eval", "preference", "rewards=brightness", "--images", str(folder), "--out", str(second), "--json"]
     assert main(args) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 6
+    assert json.loads(capsys.readouterr().out)["images"] == 6
     assert main(["eval", "preference", "--compare", str(first), str(second), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["table"]
     assert (row["figure"], row["value"], row["p_value"]) == ("brightness", 0.0, 1.0)

@@ -41,7 +41,7 @@ OWNERS = ("visual_grpo.adapters", "visual_grpo.rewards", "visual_grpo.testbed", 
 HEAVY = {
     "fastapi": ("visual_grpo.reward_server",),
     "uvicorn": ("visual_grpo.reward_server",),
-    "httpx": ("visual_grpo.rewards.remote",),
+    "httpx": ("visual_grpo.rewards.judge_endpoint", "visual_grpo.rewards.remote"),
     "diffusers": (*OWNERS, "visual_grpo.checkpoint"),
     "transformers": OWNERS,
     "open_clip": OWNERS,

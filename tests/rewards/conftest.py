@@ -78,7 +78,7 @@ def image_server():
 
 @pytest.fixture(scope="session")
 def remote_params(image_server):
-    return {"url": image_server.url}
+    return {"url": image_server.url, "columns": ["answer"]}
 
 
 @pytest.fixture(scope="session")

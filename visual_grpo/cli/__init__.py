@@ -83,7 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.append(os.getcwd())  # `--reward my_module:MyReward` finds a module of the working directory
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a run over a prompt
+            with contextlib.suppress(
+                OSError
+            ):  # a stream whose descriptor was replaced by a pipe cannot be flushed by seeking
+                stream.reconfigure(
+                    errors="backslashreplace"
+                )  # a terminal without UTF-8 must not end a run over a prompt
     args = sys.argv[1:] if argv is None else [*argv]
     try:
         app(args=args, prog_name="visual-grpo")
