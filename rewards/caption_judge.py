@@ -65,9 +65,9 @@ class _CaptionReward(JudgeReward):
         self.reference_key, self.image_key = reference_key, image_key
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
-        """Reference caption of a row."""
+        """Reference caption of a row; a `reference` that is no text is that of another reward (an image)."""
         found = row.get("reference") if self.reference_key is None else None
-        found = gold_answer(row, self.reference_key) if found is None else found
+        found = found if isinstance(found, str) else gold_answer(row, self.reference_key)
         return None if found is None or not str(found).strip() else str(found)
 
     def score(self, request: RewardRequest, rows: dict[int, Question]) -> list[float | None]:

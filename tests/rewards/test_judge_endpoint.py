@@ -306,3 +306,13 @@ def test_prompt_files(serve, judges, tmp_path):
 def test_wrong_parameters(name, params, message):
     with pytest.raises(UserError, match=message):
         as_reward(name, params=params)
+
+
+def test_a_reference_image_is_no_reference_caption(judge_params):
+    from PIL import Image
+
+    from visual_grpo.rewards.caption_judge import CaptionCoverage
+
+    reward = CaptionCoverage(**judge_params)
+    assert reward.reference({"reference": Image.new("RGB", (2, 2)), "answer": "a cat"}) == "a cat"
+    assert reward.reference({"reference": Image.new("RGB", (2, 2))}) is None
