@@ -155,7 +155,9 @@ def _foreign_names(trees: list[ast.AST]) -> tuple[set[str], set[str]]:
 
     A name of both kinds (`select`) is the program's if it is called, and a module if something is taken out of it.
     """
-    used, defined, called = set(), set(), set()
+    used: set[str] = set()
+    defined: set[str] = set()
+    called: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called.add(node.func.id)

@@ -128,7 +128,8 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """The oldest request and those behind it that can be joined with it."""
         self.waiting = [item for item in self.waiting if not item.future.cancelled()]
-        batch, rows = [], 0
+        batch: list[_Waiting] = []
+        rows = 0
         for item in self.waiting:
             fits = item.kind == self.waiting[0].kind and rows + len(item.request) <= self.max_rows
             if not batch or fits:
