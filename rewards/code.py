@@ -11,7 +11,8 @@ Test formats, in the metadata column `tests` (or the data sets' own `test_cases`
 
 - `[{"input": "3\\n", "output": "4\\n"}, ...]`: programs, standard input to standard output;
 - `{"inputs": [...], "outputs": [...]}`, the same in APPS' form; with `fn_name` calls of that function (or method of `Solution`);
-- `["assert f(1) == 2", ...]`, as in MBPP, with `test_imports` / `test_setup_code` in columns of their own;
+- `["assert f(1) == 2", ...]`, as in MBPP, with `test_imports` / `test_setup_code` in columns of their own, and
+  `entry_point` where the function has a name of Python's own (`sum`);
 - `"def check(candidate): ..."` with a column `entry_point`, as in HumanEval: one test.
 """
 
@@ -46,6 +47,8 @@ class Tests:
     """(standard input, expected standard output)."""
     statements: tuple[str, ...] = ()
     setup: str = ""
+    functions: tuple[str, ...] = ()
+    """names of the program that the row states (`entry_point`, `fn_name`)."""
 
     def __len__(self) -> int:
         return len(self.cases) + len(self.statements)
@@ -117,13 +120,14 @@ def parse_tests(row: Mapping[str, Any], key: str | None = None) -> Tests | None:
 def _parse(row: Mapping[str, Any], given: Any) -> Tests | None:
     parts = [row[k] for k in SETUP_KEYS if row.get(k)]
     setup = "\n".join("\n".join(part) if isinstance(part, list) else str(part) for part in parts)
+    stated = tuple(str(row[k]) for k in ("entry_point", "fn_name") if row.get(k))
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         given = json.loads(given)
     if isinstance(given, str):
         entry = row.get("entry_point")
         if not entry:
             raise ValueError("a text of tests needs a column entry_point, the function that check(...) gets")
-        return Tests(statements=(_compiled(f"{given}\ncheck({entry})"),), setup=_compiled(setup))
+        return Tests(statements=(_compiled(f"{given}\ncheck({entry})"),), setup=_compiled(setup), functions=stated)
     if isinstance(given, Mapping):
         inputs, outputs = given["inputs"], given["outputs"]
         if len(inputs) != len(outputs):
@@ -135,13 +139,14 @@ def _parse(row: Mapping[str, Any], given: Any) -> Tests | None:
     if not given:
         return None
     if all(isinstance(test, str) for test in given):
-        return Tests(statements=tuple(map(_compiled, given)), setup=_compiled(setup))
+        return Tests(statements=tuple(map(_compiled, given)), setup=_compiled(setup), functions=stated)
     functions = [
         test.get("fn_name") or (row.get("fn_name") if test.get("testtype") == "functional" else None) for test in given
     ]
     if all(functions):
         calls = [_call(str(f), test["input"], test["output"]) for f, test in zip(functions, given, strict=True)]
-        return Tests(statements=tuple(map(_compiled, calls)), setup=_compiled(setup))
+        named = tuple(dict.fromkeys(map(str, functions)))
+        return Tests(statements=tuple(map(_compiled, calls)), setup=_compiled(setup), functions=named)
     if any(functions) or any(test.get("testtype") == "functional" for test in given):
         raise ValueError("tests of functions need fn_name each, and cannot be mixed with tests of programs")
     return Tests(cases=tuple((_text(test["input"]), _text(test["output"])) for test in given))
@@ -223,7 +228,7 @@ class Code(Reward):
         if tests is None or not source.strip() or "\0" in source:
             return 0, False
         if tests.statements:
-            return run_tests(source, tests.setup, tests.statements, self.limits)
+            return run_tests(source, tests.setup, tests.statements, self.limits, tests.functions)
         passed, slow, began = 0, False, time.monotonic()
         for given, expected in tests.cases:
             if time.monotonic() - began > self.row_seconds:

@@ -248,7 +248,9 @@ def run_program(source: str, stdin: str, limits: Limits) -> Finished:
     return child.collect(stdin.encode("utf-8", "surrogatepass"), limits, time.monotonic() + limits.wall_seconds)
 
 
-def run_tests(source: str, setup: str, tests: Sequence[str], limits: Limits) -> tuple[int, bool]:
+def run_tests(
+    source: str, setup: str, tests: Sequence[str], limits: Limits, functions: Sequence[str] = ()
+) -> tuple[int, bool]:
     """Run tests of a program's functions: the program in one process, the tests in another that asks the first for values.
 
     The program's process gets the arguments of the calls and nothing else of the tests; its answers are plain data.
@@ -257,6 +259,7 @@ def run_tests(source: str, setup: str, tests: Sequence[str], limits: Limits) -> 
         source: the program.
         setup: code that the tests need (imports).
         tests: Python statements, each passed if it raises nothing.
+        functions: names that are the program's even though they are also Python's own (`sum`).
         limits: of each of the two processes; `seconds` holds for all tests together, and a test that is not reached has failed.
 
     Returns:
@@ -272,7 +275,7 @@ def run_tests(source: str, setup: str, tests: Sequence[str], limits: Limits) -> 
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         children.append(Child({"mode": "calls", "source": source}, limits, descriptors=(calls, answers_end), **quiet))
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-        job = {"mode": "judge", "setup": setup, "tests": list(tests)}
+        job = {"mode": "judge", "setup": setup, "tests": list(tests), "functions": list(functions)}
         children.append(Child(job, limits, descriptors=(answers, calls_end), **streams))
         for descriptor in (calls, calls_end, answers, answers_end):
             os.close(descriptor)
@@ -284,5 +287,7 @@ def run_tests(source: str, setup: str, tests: Sequence[str], limits: Limits) -> 
             child.kill()
     lines = finished.output.decode(errors="replace").splitlines()
     if lines and lines[0].startswith("setup: "):
-        raise SandboxError(f"the tests' own set-up code fails: {lines[0].removeprefix('setup: ')}")
+        raise SandboxError(
+            f"the tests cannot be run, or their own set-up code fails: {lines[0].removeprefix('setup: ')}"
+        )
     return lines.count("1"), finished.timed_out

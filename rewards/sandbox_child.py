@@ -150,11 +150,17 @@ def same(value: Any, expected: Any) -> bool:
     return bool(plain(value) == plain(expected))
 
 
-def _foreign_names(trees: list[ast.AST]) -> set[str]:
-    """Names that the tests use and do not define."""
+def _foreign_names(trees: list[ast.AST]) -> tuple[set[str], set[str]]:
+    """Names that the tests use and do not define: those of the program, and modules of the standard library.
+
+    A name of both kinds (`select`) is the program's if it is called, and a module if something is taken out of it.
+    """
     used: set[str] = set()
     defined: set[str] = set()
+    called: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -163,11 +169,13 @@ def _foreign_names(trees: list[ast.AST]) -> set[str]:
             defined.add(node.arg)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return used - defined - set(dir(builtins))
+    foreign = used - defined - set(dir(builtins))
+    modules = (foreign & sys.stdlib_module_names) - called
+    return foreign - modules, modules
 
 
-def judge(setup: str, tests: list[str], calls: Any, answers: Any, verdicts: Any) -> None:
-    """Run each test with the candidate's names bound to handles; one line "1" or "0" a test."""
+def judge(setup: str, tests: list[str], functions: list[str], calls: Any, answers: Any, verdicts: Any) -> None:
+    """Run each test, the names of the candidate (`functions`, all unknown ones) bound to handles; a line "1" or "0" each."""
 
     asked = False
 
@@ -187,11 +195,14 @@ def judge(setup: str, tests: list[str], calls: Any, answers: Any, verdicts: Any)
         return decode(answer["value"], lambda place: Handle(ask, place))
 
     names: dict[str, Any] = {"__name__": "tests", "__same__": same}
-    for name in _foreign_names([ast.parse(part) for part in (setup, *tests)]) - names.keys():
-        # A module of the standard library must be the judge's own: the candidate's would learn what is compared with what.
-        own = name in sys.stdlib_module_names
-        names[name] = importlib.import_module(name) if own else Handle(ask, name)
+    foreign, modules = _foreign_names([ast.parse(part) for part in (setup, *tests)])
+    foreign = (foreign | set(functions)) - names.keys()
     try:
+        if not foreign:
+            raise NameError("the tests call nothing of the program; name its function in a column entry_point")
+        names |= {name: Handle(ask, name) for name in foreign}
+        # A module of the standard library must be the judge's own: the candidate's would learn what is compared with what.
+        names |= {name: importlib.import_module(name) for name in modules}
         exec(compile(setup, "setup.py", "exec"), names)
     except BaseException as error:
         # Without the candidate's help it is the tests that are broken, which is no verdict on anybody.
@@ -236,8 +247,8 @@ def main() -> None:
         os.dup2(2, 1)  # what a test prints must not be taken for a verdict
     try:
         state = confine(layers, job)
-    except OSError as error:
-        state = {"error": str(error)}
+    except Exception as error:  # also what an operating system without these calls raises
+        state = {"error": f"{type(error).__name__}: {error}"}
     os.write(ready, json.dumps(state).encode() + b"\n")
     os.close(ready)
     if "error" in state:
@@ -250,7 +261,7 @@ def main() -> None:
     if job["mode"] == "calls":
         serve_calls(job["source"], incoming, outgoing)
     else:
-        judge(job["setup"], job["tests"], outgoing, incoming, verdicts)
+        judge(job["setup"], job["tests"], job["functions"], outgoing, incoming, verdicts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 __all__ = ["SYSCALLS", "close_descriptors", "confine_files", "drop_privileges", "filter_calls", "limit_resources"]
 
 libc = ctypes.CDLL(None, use_errno=True)
-libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4]
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on every architecture
@@ -87,6 +86,7 @@ def limit_resources(*, memory: int, cpu_s: int, processes: int | None) -> None:
 
 def drop_privileges() -> None:
     """Die with the parent, gain no rights by exec, and hold no capability (of root there is only the name left)."""
+    libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4]
     _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     header = struct.pack("=Ii", 0x20080522, 0)

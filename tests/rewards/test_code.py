@@ -70,6 +70,12 @@ class TestScores:
         imports = {"test_list": ["assert math.isclose(half(3), 1.5)"], "test_imports": ["import math"]}
         assert value("def half(x): return x / 2", imports) == 1.0
 
+    def test_functions_with_names_of_pythons_own(self):
+        source = "def sum(a, b): return a * b\ndef select(a): return a"
+        row = {"test_list": ["assert sum(2, 3) == 6", "assert select(1) == 1", "assert math.sqrt(sum(2, 2)) == 2"]}
+        assert value(source, {**row, "entry_point": "sum"}) == 1.0
+        assert value(source, row) == pytest.approx(1 / 3)
+
     def test_values_of_every_plain_kind(self):
         tests = [
             f"assert f({v}) == {v}"
@@ -93,7 +99,9 @@ class TestScores:
         assert batch.status[:, 0].tolist() == states
         assert "the tests in column 'tests' cannot be read" in suite.failures[0].error
         with pytest.raises(SandboxError, match="set-up code fails"):
-            run_tests("", "import no_such_module", ["assert True"], Limits(seconds=1))
+            run_tests("", "import no_such_module", ["assert f(1)"], Limits(seconds=1))
+        with pytest.raises(SandboxError, match="call nothing of the program"):
+            run_tests("", "", ["assert sum([1]) == 1"], Limits(seconds=1))
 
     @pytest.mark.parametrize("tests", ["def check(f): pass", 3, {"inputs": ["1"], "outputs": []}, ["assert f("]])
     def test_unreadable_tests(self, tests):

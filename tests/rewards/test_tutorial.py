@@ -22,7 +22,7 @@ def test_the_first_reward_has_ten_lines_at_most() -> None:
     assert len(FILES["my_rewards.py"].splitlines()) <= 10
 
 
-@pytest.mark.parametrize(("command", "reward"), list(zip(COMMANDS, ["my_rewards:blue", "mine"], strict=True)))
+@pytest.mark.parametrize(("command", "reward"), [*zip(COMMANDS, ["my_rewards:blue", "mine"], strict=True)])
 def test_the_tutorial_trains(command: str, reward: str, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
