@@ -30,8 +30,9 @@ from visual_grpo.eval.caption_scores import (
 )
 from visual_grpo.eval.images import read_lines
 from visual_grpo.eval.intervals import bootstrap_interval
-from visual_grpo.eval.judging import Answers, Question, ask, judge_name, parse_json
+from visual_grpo.eval.judging import Answers, Question, ask, load_judge, parse_json
 from visual_grpo.eval.results import means, write_all
+from visual_grpo.rewards.vqa_models import opened_judge
 
 __all__ = ["PROTOCOLS", "evaluate"]
 
@@ -265,6 +266,8 @@ def evaluate(
     out: str | Path | None = None,
     protocol: str = "captionqa",
     judge: Any = None,
+    judge_model: str | None = None,
+    judge_options: Mapping[str, Any] | None = None,
     pictures: str | Path | None = None,
     workers: int = 8,
     retries: int = 2,
@@ -281,7 +284,7 @@ def evaluate(
             choice); caparena `baseline`, `caption` (the baseline's), `reference`; dcscore `units` (the human ones).
         out: folder for results and for the judge's answers, which an interrupted evaluation takes up again.
         protocol: of `PROTOCOLS`.
-        judge: see `visual_grpo.eval.judging`.
+        judge, judge_model, judge_options: see `visual_grpo.eval.judging` and `visual_grpo.rewards.vqa_models.build_judge`.
         pictures: folder of the images, for caparena and dcscore.
         workers: questions asked at a time.
         retries: of a question whose answer could not be read.
@@ -301,22 +304,16 @@ def evaluate(
         raise UserError(f"no image of {str(prompts)!r} has a caption in {str(texts)!r}: the 'image' names differ.")
     answers = Answers(None if out is None else Path(out) / "answers.jsonl")
 
-    def asked(questions: list[Question[Any]], description: str) -> list[Any]:
-        return ask(judge, questions, answers=answers, workers=workers, retries=retries, description=description)
-
     def picture(name: str) -> Path:
         path = Path(str(pictures)) / name
         if not path.is_file():
             raise UserError(f"there is no image {str(path)!r}; set pictures to the folder of the images.")
         return path
 
-    summary, lines = PROTOCOLS[protocol](rows, captions, str(prompts), asked, order_seed, picture)
-    summary = {
-        "protocol": protocol,
-        "judge": judge_name(judge),
-        "without_caption": len(everything) - len(rows),
-        **summary,
-    }
+    with opened_judge(judge, judge_model, judge_options, load=load_judge) as (name, found):
+        asked: Ask = partial(ask, found, name=name, answers=answers, workers=workers, retries=retries)
+        summary, lines = PROTOCOLS[protocol](rows, captions, str(prompts), asked, order_seed, picture)
+    summary = {"protocol": protocol, "judge": name, "without_caption": len(everything) - len(rows), **summary}
     write_all(out, summary=summary, results=lines, items=_items(lines))
     return summary
 

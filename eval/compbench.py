@@ -6,7 +6,7 @@ Protocol: the validation prompts of a category (300), 10 images each. Non-spatia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from visual_grpo.eval.protocol import figure, finish, score_samples
 from visual_grpo.reward import to_pil
 from visual_grpo.rewards.geneval import load_detector
 from visual_grpo.rewards.geneval_rules import DetectionFilter, filter_detections
-from visual_grpo.rewards.vqa_models import YES, load_judge
+from visual_grpo.rewards.vqa_models import YES, opened_judge
 
 __all__ = ["CATEGORIES", "SAMPLES", "evaluate"]
 
@@ -43,6 +43,8 @@ def evaluate(
     category: str = "color",
     detector: Any = "testbed",
     judge: Any = "testbed",
+    judge_model: str | None = None,
+    judge_options: Mapping[str, Any] | None = None,
     threshold: float = 0.3,
     near: float = 150.0,
     parser: str = "rules",
@@ -58,7 +60,7 @@ def evaluate(
         out: result folder.
         category: color, shape, texture (judge), spatial or numeracy (detector).
         detector: see the reward `geneval`.
-        judge: "testbed", "blip", "vlm", "package.module:Name" or an object; see `load_judge`.
+        judge, judge_model, judge_options: see `visual_grpo.rewards.vqa_models.build_judge`.
         threshold: detections at or below it do not count.
         near: see `position_score`.
         parser: of noun phrases, "rules" or "spacy".
@@ -79,28 +81,34 @@ def evaluate(
             f"compbench: category is {category!r} and parser {parser!r}; give {', '.join(CATEGORIES)}, and rules or spacy."
         )
     keep = DetectionFilter(threshold=threshold, counting_threshold=threshold)
-    by_judge = category in ("color", "shape", "texture")
-    asked = load_judge(judge) if by_judge else None
-    finder = None if by_judge else load_detector(detector, keep)
-
-    def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
-        rows = [sample.metadata for sample in samples]
-        if asked is not None:
-            pil = to_pil(pictures)
-            return [_by_judge(asked, image, row, parser) for image, row in zip(pil, rows, strict=True)]
-        assert finder is not None
-        found = [filter_detections(raw, None, keep) for raw in finder.detect(pictures)]
-        rule = _spatial if category == "spatial" else _numeracy
-        return [rule(objects, row, near) for objects, row in zip(found, rows, strict=True)]
-
-    source = judge if by_judge else detector
-    settings: dict[str, Any] = {
-        "category": category,
-        "source": source if isinstance(source, str) else type(source).__name__,
-    }
-    settings |= {"threshold": threshold, "near": near, "parser": parser}
     samples = find_samples(images, prompts)
-    lines = score_samples(samples, score, name="compbench", out=out, settings=settings, batch_size=batch_size)
+    settings: dict[str, Any] = {"category": category, "threshold": threshold, "near": near, "parser": parser}
+
+    def run(source: str, rate: Callable[[list[Any], Tensor], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        def score(part: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
+            return rate([sample.metadata for sample in part], pictures)
+
+        settings["source"] = source
+        return score_samples(samples, score, name="compbench", out=out, settings=settings, batch_size=batch_size)
+
+    if category in ("color", "shape", "texture"):
+        with opened_judge(judge, judge_model, judge_options) as (name, asked):
+            lines = run(
+                name,
+                lambda rows, pictures: [
+                    _by_judge(asked, image, row, parser) for image, row in zip(to_pil(pictures), rows, strict=True)
+                ],
+            )
+    else:
+        finder = load_detector(detector, keep)
+        rule = _spatial if category == "spatial" else _numeracy
+        lines = run(
+            detector if isinstance(detector, str) else type(detector).__name__,
+            lambda rows, pictures: [
+                rule(filter_detections(raw, None, keep), row, near)
+                for raw, row in zip(finder.detect(pictures), rows, strict=True)
+            ],
+        )
     row = figure(f"T2I-CompBench {category}", lines, "score")
     if not row["images"]:
         raise UserError(f"compbench: no prompt asks for anything of the category {category!r}; see docs/evaluation.md.")

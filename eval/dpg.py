@@ -20,7 +20,7 @@ from visual_grpo.errors import UserError
 from visual_grpo.eval.images import SUFFIXES, ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
 from visual_grpo.reward import to_pil
-from visual_grpo.rewards.vqa_models import load_judge
+from visual_grpo.rewards.vqa_models import opened_judge
 
 __all__ = ["Item", "Question", "apply_dependencies", "evaluate", "read_questions"]
 
@@ -137,6 +137,8 @@ def evaluate(
     out: str | Path | None = None,
     questions: str | Path | None = None,
     judge: Any = "testbed",
+    judge_model: str | None = None,
+    judge_options: Mapping[str, Any] | None = None,
     resolution: int | None = None,
     skip_first_row: bool = False,
     batch_size: int = 8,
@@ -151,7 +153,7 @@ def evaluate(
         prompts: prompt file of a bare folder; make one with `visual-grpo prompts dpg CSV --out FILE`.
         out: result folder.
         questions: the CSV (dpg_bench.csv of the ELLA repository).
-        judge: see `visual_grpo.rewards.vqa_models.load_judge`.
+        judge, judge_model, judge_options: see `visual_grpo.rewards.vqa_models.build_judge`.
         resolution: side of one image of a tile; None: a file is one image.
         skip_first_row: see `read_questions`.
         batch_size: files read at a time.
@@ -165,18 +167,18 @@ def evaluate(
     if images is None or questions is None:
         raise UserError("dpg needs images (--images DIR) or a model, and the question file (questions=dpg_bench.csv).")
     items = {item.item_id: item for item in read_questions(questions, skip_first_row=skip_first_row)}
-    asked = load_judge(judge)
 
-    def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
-        return [
-            _line(asked, items[s.metadata["item_id"]], _tiles(picture, resolution))
-            for s, picture in zip(samples, pictures, strict=True)
-        ]
-
-    name = judge if isinstance(judge, str) else type(judge).__name__
-    settings = {"judge": name, "resolution": resolution, "skip_first_row": skip_first_row}
     samples = _find(images, list(items.values()), prompts)
-    lines = score_samples(samples, score, name="dpg", out=out, settings=settings, batch_size=batch_size)
+    with opened_judge(judge, judge_model, judge_options) as (name, asked):
+
+        def score(part: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
+            return [
+                _line(asked, items[s.metadata["item_id"]], _tiles(picture, resolution))
+                for s, picture in zip(part, pictures, strict=True)
+            ]
+
+        settings = {"judge": name, "resolution": resolution, "skip_first_row": skip_first_row}
+        lines = score_samples(samples, score, name="dpg", out=out, settings=settings, batch_size=batch_size)
     by_prompt: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         by_prompt[line["item_id"]].append(line)

@@ -17,7 +17,7 @@ from visual_grpo.errors import UserError
 from visual_grpo.eval.images import ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
 from visual_grpo.reward import to_pil
-from visual_grpo.rewards.vqa_models import accepted_forms, load_judge
+from visual_grpo.rewards.vqa_models import accepted_forms, opened_judge
 
 __all__ = ["SAMPLES", "arithmetic_mean", "evaluate", "geometric_mean"]
 
@@ -54,6 +54,8 @@ def evaluate(
     prompts: str | Path | None = None,
     out: str | Path | None = None,
     judge: Any = "testbed",
+    judge_model: str | None = None,
+    judge_options: Mapping[str, Any] | None = None,
     suffix: str = SUFFIX,
     batch_size: int = 8,
     grid: int = 24,
@@ -65,7 +67,7 @@ def evaluate(
     Args:
         images, prompts: see `find_samples`; lines with `vqa_list`, and `skills` and `atom_count` where known.
         out: result folder.
-        judge: see `visual_grpo.rewards.vqa_models.load_judge`.
+        judge, judge_model, judge_options: see `visual_grpo.rewards.vqa_models.build_judge`.
         suffix: put after each question.
         batch_size: images read at a time.
         grid: pictures of each grid.
@@ -77,17 +79,17 @@ def evaluate(
     """
     if images is None:
         raise UserError("geneval2 needs a folder of images (--images DIR) or a model (--model PATH).")
-    asked = load_judge(judge)
 
-    def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
-        return [_line(asked, s, picture, suffix) for s, picture in zip(samples, to_pil(pictures), strict=True)]
-
-    name = judge if isinstance(judge, str) else type(judge).__name__
     samples = find_samples(images, prompts)
     for sample in samples:
         _questions(sample)
-    settings = {"judge": name, "suffix": suffix}
-    lines = score_samples(samples, score, name="geneval2", out=out, settings=settings, batch_size=batch_size)
+    with opened_judge(judge, judge_model, judge_options) as (name, asked):
+
+        def score(part: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
+            return [_line(asked, s, picture, suffix) for s, picture in zip(part, to_pil(pictures), strict=True)]
+
+        settings = {"judge": name, "suffix": suffix}
+        lines = score_samples(samples, score, name="geneval2", out=out, settings=settings, batch_size=batch_size)
     rows = [figure("Soft-TIFA AM", lines, "am", scale=100.0), figure("Soft-TIFA GM", lines, "gm", scale=100.0)]
     answers = [
         {"prompt": line["prompt"], "skill": skill, "score": value}

@@ -1,17 +1,16 @@
 """Judges: a language or vision-language model behind one call, asked many questions, resumable and in order.
 
-A judge is any callable `judge(prompt, image=None) -> str` (the image is RGB, `PIL.Image`); it should answer the same question the
-same way (temperature 0). What it said is kept in a file by a key of the question, so an interrupted evaluation asks only what is
-missing, and nothing depends on the order or the number of workers. An answer that cannot be read is asked for again a bounded
-number of times and then counts as failed: never as a score.
+A judge is a model of `visual_grpo.rewards.judge` (judge=URL or vlm), or any callable `judge(prompt, image=None) -> str` (the
+image is RGB, `PIL.Image`); it should answer the same question the same way (temperature 0). What it said is kept in a file by a
+key of the question, so an interrupted evaluation asks only what is missing, and nothing depends on the order or the number of
+workers. An answer that cannot be read is asked for again a bounded number of times and then counts as failed: never as a score.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,13 @@ from typing import Any, Generic, Protocol, TypeVar
 from PIL import Image, ImageOps
 
 from visual_grpo.errors import RunError, UserError
-from visual_grpo.registry import load_object
+from visual_grpo.rewards.vqa_models import VlmJudge, build_judge, judge_name
 
-__all__ = ["Answers", "Judge", "Question", "ask", "judge_name", "load_judge", "parse_json", "track"]
+__all__ = ["Answers", "Judge", "Question", "ask", "load_judge", "parse_json", "track"]
 
 T = TypeVar("T")
+MAX_NEW_TOKENS = 2048
+"""Default of a model's reply: the units of a long caption as JSON."""
 
 
 class Judge(Protocol):
@@ -49,29 +50,25 @@ class Question(Generic[T]):
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def load_judge(given: Any) -> Judge:
-    """A callable, "package.module:function", or "package.module:Class" (built without arguments).
+def load_judge(
+    given: Any, judge_model: str | None = None, judge_options: Mapping[str, Any] | None = None
+) -> Judge | VlmJudge:
+    """The judge of texts that the options of `build_judge` name: a model, or a callable.
 
     Raises:
         UserError: nothing given, or what is given cannot be called.
     """
     if given is None:
         raise UserError(
-            "this protocol needs a judge: judge=package.module:function, called with (prompt, image) and returning a text"
+            "this protocol needs a judge: judge=http://HOST:8000/v1 judge_model=NAME, judge=vlm judge_model=HUB_ID, or "
+            "judge=package.module:function, called with (prompt, image) and returning a text"
         )
-    target = load_object(given, "judge") if isinstance(given, str) else given
-    if inspect.isclass(target):
-        target = target()
-    if not callable(target):
-        raise UserError(f"judge {given!r} is {type(target).__name__}, which cannot be called.")
-    judge: Judge = target
+    judge: Judge | VlmJudge = build_judge(given, judge_model, judge_options, max_new_tokens=MAX_NEW_TOKENS)
+    if not callable(judge):
+        raise UserError(
+            f"judge {given!r} is {type(judge).__name__}, which cannot be called with a prompt and an image."
+        )
     return judge
-
-
-def judge_name(given: Any) -> str:
-    """What to call a judge in a summary and in the keys of its answers."""
-    name = given if isinstance(given, str) else getattr(given, "name", getattr(given, "__qualname__", None))
-    return str(name or type(given).__qualname__)
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
@@ -115,6 +112,7 @@ def ask(
     judge: Any,
     questions: Sequence[Question[T]],
     *,
+    name: str | None = None,
     answers: Answers | None = None,
     workers: int = 8,
     retries: int = 2,
@@ -122,38 +120,59 @@ def ask(
 ) -> list[T | None]:
     """Ask every question once, in parallel; equal questions share one answer.
 
+    Args:
+        judge: see `load_judge`.
+        questions: all with an image or all without.
+        name: of the judge in the keys of its answers.
+        answers: what is known already, and where answers are kept.
+        workers: questions under way; a model in this process reads its `batch_size` at a time instead.
+        retries: of a question whose answer could not be had or read; a model in this process would only repeat itself.
+        description: of the progress bar.
+
     Returns:
         What was read of each answer, in order; None where the judge failed or could not be read.
 
     Raises:
-        RunError: the judge failed on every question.
+        RunError: the judge failed on every question, or an endpoint could not be reached.
     """
-    name, call = judge_name(judge), load_judge(judge)
+    call = load_judge(judge)
+    name = name or judge_name(judge, call)
     store = answers or Answers(None)
     keys = [question.key(name) for question in questions]
     missing = {k: q for k, q in zip(keys, questions, strict=True) if store.get(k) is None}
+    size = 1
+    if isinstance(call, VlmJudge) and call.settings.endpoint is None:
+        size, workers, retries = call.settings.batch_size, 1, 0
     errors: list[str] = []
 
-    def once(item: tuple[str, Question[T]]) -> tuple[str, str | None, str]:
-        error = ""
+    def once(part: list[tuple[str, Question[T]]]) -> tuple[dict[str, str], dict[str, str]]:
+        said: dict[str, str] = {}
+        failed = dict.fromkeys((key for key, _ in part), "")
         for _ in range(retries + 1):
-            try:
-                text = call(item[1].prompt, _open(item[1].image))
-                item[1].read(text)
-            except (UserError, RunError):
-                raise
-            except Exception as raised:  # a judge may raise anything
-                error = f"{type(raised).__name__}: {raised}"
-            else:
-                return item[0], text, ""
-        return item[0], None, error
+            left = [(key, question) for key, question in part if key in failed]
+            for (key, question), reply in zip(left, _replies(call, [q for _, q in left]), strict=True):
+                try:
+                    if isinstance(reply, Exception):
+                        raise reply
+                    question.read(reply)
+                except (UserError, RunError):
+                    raise
+                except Exception as raised:  # a judge may raise anything
+                    failed[key] = f"{type(raised).__name__}: {raised}"
+                else:
+                    said[key] = reply
+                    del failed[key]
+            if not failed:
+                break
+        return said, failed
 
+    items = list(missing.items())
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for key, text, error in track(pool.map(once, missing.items()), description, len(missing)):
-                if text is None:
-                    errors.append(error)  # not kept: the next run asks again
-                else:
+            for said, failed in track(pool.map(once, parts), description, len(parts)):
+                errors += failed.values()  # not kept: the next run asks again
+                for key, text in said.items():
                     store.put(key, answer=text)
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -162,6 +181,19 @@ def ask(
     if questions and all(record is None for record in found):
         raise RunError(f"judge {name!r} failed on all of {len(questions)} questions; the first: {errors[0]}")
     return [None if r is None else q.read(r["answer"]) for r, q in zip(found, questions, strict=True)]
+
+
+def _replies(judge: Judge | VlmJudge, questions: Sequence[Question[T]]) -> list[str | Exception]:
+    images = [_open(question.image) for question in questions]
+    if isinstance(judge, VlmJudge):
+        return list(judge.replies([question.prompt for question in questions], images))
+    found: list[str | Exception] = []
+    for question, image in zip(questions, images, strict=True):
+        try:
+            found.append(judge(question.prompt, image))
+        except Exception as raised:  # told apart where it is read
+            found.append(raised)
+    return found
 
 
 def _open(path: Path | None) -> Image.Image | None:

@@ -22,7 +22,7 @@ from PIL import Image
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.reward import Reward, RewardError, RewardRequest
 
-__all__ = ["Failure", "Judge", "JudgeReward", "JudgeSettings", "Question", "Scale", "render", "row_image"]
+__all__ = ["Failure", "Judge", "JudgeReward", "JudgeSettings", "LazyJudge", "Question", "Scale", "render", "row_image"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,10 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """How a judge is reached and run; each field may be given among the parameters of a judge reward."""
+    """How a judge is reached and run; each field may be given among the parameters of a judge reward.
+
+    Evaluations have `judge`, `judge_model` and `judge_options` for them (docs/evaluation.md).
+    """
 
     model: str
     """hub id or folder; with an endpoint the name under which it is served there."""
@@ -81,13 +84,36 @@ class JudgeSettings:
     top_logprobs: int = 20
     """first tokens whose probabilities the endpoint is asked for; words beyond them count as 0."""
 
+    @classmethod
+    def read(cls, name: str, given: Mapping[str, Any]) -> JudgeSettings:
+        """Settings from parameters by name; None stands for the default.
+
+        Args:
+            name: of the reward or the option, in messages.
+            given: the parameters.
+
+        Raises:
+            UserError: an unknown parameter, or a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise UserError(
+                    f"{name}: no parameter {key!r}.{did_you_mean(str(key), known)} Of the judge: {', '.join(known)}."
+                )
+        return cls(**{key: value for key, value in given.items() if value is not None}).check(name)
+
     def check(self, name: str) -> JudgeSettings:
         """Refuse values out of range; `name` is the reward's."""
         positive = ("timeout_s", "concurrency", "batch_size", "max_new_tokens", "top_logprobs")
-        wrong = {key: getattr(self, key) for key in positive if not getattr(self, key) > 0}
-        wrong |= {key: getattr(self, key) for key in ("retries", "retry_wait_s") if getattr(self, key) < 0}
+        limits = {key: getattr(self, key) for key in (*positive, "retries", "retry_wait_s")}
+        wrong = {
+            key: value
+            for key, value in limits.items()
+            if not isinstance(value, (int, float)) or value < 0 or (value == 0 and key in positive)
+        }
         if wrong:
-            raise UserError(f"{name}: {wrong} must be above 0 (retries and retry_wait_s: 0 or more).")
+            raise UserError(f"{name}: {wrong} must be numbers above 0 (retries and retry_wait_s: 0 or more).")
         if self.dtype not in (None, "float32", "float16", "bfloat16"):
             raise UserError(f"{name}: dtype is {self.dtype!r}; give float32, float16 or bfloat16.")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
@@ -106,6 +132,44 @@ class Judge(Protocol):
 
     def close(self) -> None:
         """Let go of models and connections."""
+
+
+class LazyJudge:
+    """The judge of some settings: the model is loaded, or the client made, at the first question; safe to share by threads."""
+
+    def __init__(self, settings: JudgeSettings, name: str) -> None:
+        """Keep the settings; `name` stands in messages."""
+        self.settings, self.name = settings, name
+        self._judge: Judge | None = None
+        self._lock = threading.Lock()
+
+    def _opened(self) -> Judge:
+        with self._lock:
+            if self._judge is None:
+                if self.settings.endpoint is not None:
+                    from visual_grpo.rewards.judge_endpoint import EndpointJudge
+
+                    self._judge = EndpointJudge(self.settings, self.name)
+                else:
+                    from visual_grpo.rewards.judge_local import LocalJudge
+
+                    self._judge = LocalJudge(self.settings, self.name)
+            return self._judge
+
+    def generate(self, questions: Sequence[Question]) -> list[str | Failure]:
+        """See `Judge`."""
+        return self._opened().generate(questions)
+
+    def first_words(self, questions: Sequence[Question], words: Sequence[Sequence[str]]) -> list[list[float] | Failure]:
+        """See `Judge`."""
+        return self._opened().first_words(questions, words)
+
+    def close(self) -> None:
+        """Let go of the model or the connections; the next question takes them up again."""
+        with self._lock:
+            if self._judge is not None:
+                self._judge.close()
+                self._judge = None
 
 
 def render(template: str, **values: str) -> str:
@@ -193,17 +257,10 @@ class JudgeReward(Reward):
             judge: fields of `JudgeSettings`.
         """
         name = self.label
-        known = [f.name for f in fields(JudgeSettings)]
-        for key in judge:
-            if key not in known:
-                raise UserError(
-                    f"{name}: no parameter {key!r}.{did_you_mean(key, known)} Of the judge: {', '.join(known)}."
-                )
         judge = {"model": self.default_model, **{key: value for key, value in judge.items() if value is not None}}
-        self.settings = JudgeSettings(device=device, **judge).check(name)
+        self.settings = JudgeSettings.read(name, {"device": device, **judge})
         self.template = self._template(prompt_name or self.prompt_name)
-        self._judge: Judge | None = None
-        self._lock = threading.Lock()
+        self.judge: Judge = LazyJudge(self.settings, name)
 
     def _template(self, stored: str) -> str:
         if self.settings.prompt_file is not None:
@@ -220,27 +277,9 @@ class JudgeReward(Reward):
             )
         return text.strip()
 
-    @property
-    def judge(self) -> Judge:
-        """The model or the client, made once."""
-        with self._lock:
-            if self._judge is None:
-                if self.settings.endpoint is not None:
-                    from visual_grpo.rewards.judge_endpoint import EndpointJudge
-
-                    self._judge = EndpointJudge(self.settings, self.label)
-                else:
-                    from visual_grpo.rewards.judge_local import LocalJudge
-
-                    self._judge = LocalJudge(self.settings, self.label)
-            return self._judge
-
     def close(self) -> None:
         """Let go of the model or the connections; the next call takes them up again."""
-        with self._lock:
-            if self._judge is not None:
-                self._judge.close()
-                self._judge = None
+        self.judge.close()
 
     def report(self, failures: Sequence[Failure], count: int) -> None:
         """Log why questions of a call failed.

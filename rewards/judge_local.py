@@ -138,7 +138,10 @@ def word_ids(tokenizer: Any, words: Sequence[Sequence[str]], name: str) -> list[
     Raises:
         UserError: a word has no token of its own.
     """
-    firsts = [{tokenizer(spelling, add_special_tokens=False)["input_ids"][0] for spelling in one} for one in words]
+    firsts = [
+        {token for spelling in one for token in tokenizer(spelling, add_special_tokens=False)["input_ids"][:1]}
+        for one in words
+    ]
     own = [sorted(ids.difference(*(other for other in firsts if other is not ids))) for ids in firsts]
     for ids, spellings in zip(own, words, strict=True):
         if not ids:
