@@ -235,7 +235,7 @@ def test_mistakes_of_caption(tmp_path: Path) -> None:
     for options, message in (
         ({"protocol": "captionq"}, r"Did you mean 'captionqa'\?"),
         ({"protocol": "dcscore"}, "pictures=DIR"),
-        ({}, "needs a judge"),
+        ({"judge": None}, "needs a judge"),
         ({"texts": None}, "needs the captions"),
         ({"texts": write(tmp_path / "x.jsonl", [{"image": "z", "caption": "c"}])}, "no image of"),
         ({"texts": write(tmp_path / "y.jsonl", [{"image": "z"}])}, "needs 'image' and 'caption'"),
@@ -243,7 +243,7 @@ def test_mistakes_of_caption(tmp_path: Path) -> None:
         ({"prompts": write(tmp_path / "v.jsonl", [{"image": "a.png"}])}, "'question' must be a str"),
     ):
         with pytest.raises(UserError, match=message):
-            caption.evaluate(**{"texts": texts, "prompts": prompts, **options})
+            caption.evaluate(**{"texts": texts, "prompts": prompts, "judge": reader, **options})
 
 
 # -- answers about images -----------------------------------------------------------------------------------------------------
