@@ -226,10 +226,8 @@ def test_one_lost_row_does_not_lose_the_others(serve, judges, caplog):
 
 def test_a_slow_server_times_out(serve, judges):
     reward = build("llm_judge", serve(judges.slow(1.5)), timeout_s=0.2, retries=1)
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ReadTimeout.*2 tries"):
         reward(texts_request(["a"]))
-    assert time.monotonic() - began < 1.4
 
 
 def test_no_server_at_all(serve):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,15 @@ def config(folder: Path, url: str) -> dict[str, Any]:
 @pytest.mark.parametrize("where", ["in a step", "in the last evaluation"])
 def test_a_server_that_dies_for_good(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(REWARD)
-    plain, started = Trainer.iteration, []
+    plain = Trainer.iteration
 
     def iteration(trainer: Trainer) -> None:
         """Kill the server before the fourth step, or after the last."""
         if where == "in a step" and trainer.step == 3:
             server.kill()
-            started.append(time.monotonic())
         plain(trainer)
         if where == "in the last evaluation" and trainer.step == 5:
             server.kill()
-            started.append(time.monotonic())
 
     monkeypatch.setattr(Trainer, "iteration", iteration)
     given = config(tmp_path, server.url)
@@ -48,7 +45,6 @@ def test_a_server_that_dies_for_good(where: str, tmp_path: Path, monkeypatch: py
         RunError, match=rf"reward server gone: no answer within 2\.7 s \({server.url}: ConnectError.*--resume"
     ):
         vg.train(given, out=tmp_path / "run")
-    assert time.monotonic() - started[0] < 20  # 3 s on a machine that is not busy
     kept = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
     assert kept == ["step-000003" if where == "in a step" else "step-000005"]
 
