@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from visual_grpo.errors import RunError, UserError
 
 FAILURE = "visual_grpo/failure"
-FAREWELL = timedelta(seconds=5)
+FAREWELL = timedelta(seconds=30)
+"""How long the main process keeps the store for the others; on a busy machine they take a while to notice a failure."""
+LOST = timedelta(seconds=5)
+"""The same where one of them has gone without a word, and will not come."""
 T = TypeVar("T")
 
 
@@ -62,6 +65,7 @@ class Ranks:
         refuse_sharding()
         self.world = launched_processes()
         self.store: Any = None
+        self._farewell = FAREWELL
         if self.world > 1 and not dist.is_initialized():
             # Figures, rows and messages go between CPUs; only gradients go between accelerators.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -105,7 +109,7 @@ class Ranks:
         try:
             return collective(*args, **options)
         except RuntimeError as error:
-            told = None
+            told, self._farewell = None, LOST
             with suppress(RuntimeError):
                 if self.store is not None and self.store.check([FAILURE]):
                     told = json.loads(self.store.get(FAILURE))
@@ -220,5 +224,5 @@ class Ranks:
             with suppress(RuntimeError):
                 self.store.set(f"visual_grpo/left/{self.rank}", "")
                 if self.rank == 0:
-                    self.store.wait([f"visual_grpo/left/{rank}" for rank in range(self.world)], FAREWELL)
+                    self.store.wait([f"visual_grpo/left/{rank}" for rank in range(self.world)], self._farewell)
             self.store = None

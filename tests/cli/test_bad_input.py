@@ -252,7 +252,6 @@ def test_a_folder_that_holds_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("rewards=exact_mach", "Did you mean 'exact_match'?"),
         ("rewards={length: {params: {targt: 3}}}", "'targt'"),
-        ("data.source=nothing.jsonl", "nothing.jsonl"),
         ("train.prompts_per_step=17", "16 prompts"),
         ("eval.source=train.jsonl", "16 held-out prompts"),
     ],
@@ -291,3 +290,10 @@ def test_in_a_process_of_its_own(args: list[str], word: str, folder: Path) -> No
 
 def test_there_are_enough_cases() -> None:
     assert len(OVERRIDES) + len(FILES) >= 60
+
+
+def test_a_dry_run_names_prompts_that_are_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe can be looked at before its data is there; the run itself is refused."""
+    assert main(["train", "toy.yaml", "--dry-run", "data.source=nothing.jsonl"]) == 0
+    assert "nothing.jsonl (no such file yet)" in capsys.readouterr().out
+    refused(["toy.yaml", "data.source=nothing.jsonl"], ["nothing.jsonl"], capsys)
