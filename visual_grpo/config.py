@@ -105,7 +105,7 @@ class RatioConfig(Section):
     """The importance ratio and its clip range [1 - clip_low, 1 + clip_high]."""
 
     level: Literal["token", "sequence", "sequence_token"] = "token"
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     delta: Annotated[float, Field(gt=0)] | None = None
