@@ -255,7 +255,7 @@ def test_a_folder_that_holds_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("rewards=exact_mach", "Did you mean 'exact_match'?"),
         ("rewards={length: {params: {targt: 3}}}", "'targt'"),
-        ("data.source=nothing.jsonl", "nothing.jsonl"),
+        ("data.source=broken.jsonl", "broken.jsonl, line 2"),
         ("train.prompts_per_step=17", "16 prompts"),
         ("eval.source=train.jsonl", "16 held-out prompts"),
     ],
@@ -264,6 +264,13 @@ def test_a_dry_run_finds_wrong_rewards_and_prompts(
     override: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(["toy.yaml", "--dry-run", override], [word], capsys)
+
+
+def test_a_dry_run_needs_no_prompts_but_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "toy.yaml", "--dry-run", "data.source=nothing.jsonl", "eval.source=owner/name"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "there is no file 'nothing.jsonl' here; the run will need it" in printed
+    assert "'owner/name' is a data set of the hub" in printed
 
 
 def test_every_fault_of_a_config_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
