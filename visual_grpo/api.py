@@ -116,10 +116,31 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     for check in stack.methods.values():
         check.check(config, sampling)
     check_geometry(config.train, launched_processes(), needs)
+    check_loss(config, adapter.unit_kinds & needs.unit_kinds, sampling)
     check_rewards(config, stack)
     check_cispo(config)
     check_trackers(config.track)
     return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
+
+
+def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:
+    """Refuse settings of the loss that do not fit what is replayed: `unit_kinds` that the adapter and the methods share.
+
+    Raises:
+        UserError: naming the key and what fits.
+    """
+    if config.kl.beta > 0 and config.kl.estimator == "gaussian" and "transition" not in unit_kinds:
+        raise UserError(
+            "kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs"
+        )
+    if config.kl.beta > 0 and config.kl.estimator == "prediction" and not unit_kinds & {"transition", "noise_pair"}:
+        raise UserError("kl.estimator=prediction needs a denoising model; use kl.estimator=k3 for tokens")
+    lengths = config.loss.aggregation in ("fixed_length", "token_sum_over_length")
+    if lengths and config.loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
+        raise UserError(
+            f"loss.aggregation={config.loss.aggregation} divides by a length, and this model's sampler has no limit: set "
+            "loss.max_length"
+        )
 
 
 def check_rewards(config: RunConfig, stack: MethodStack) -> None:
@@ -218,6 +239,8 @@ def check_types(function: Any, options: Mapping[str, Any], what: str) -> None:
         hints = typing.get_type_hints(function)
     except NameError:  # annotations that exist for type checkers only
         return
+    except TypeError:
+        raise UserError(f"{what} leads to {function!r}, which is no function") from None
     for key, value in options.items():
         if key not in hints:
             continue
@@ -269,8 +292,9 @@ def evaluate(
     from visual_grpo.registry import EVALS, load_object
 
     protocol: Any = EVALS.get(name)
-    typed = {"samples": samples, "seed": seed, "batch": batch, "sampling": sampling, "family": family, "dtype": dtype}
-    check_types(evaluate, typed, f"evaluation {name!r}")
+    own: dict[str, Any] = {"samples": samples, "seed": seed, "batch": batch, "sampling": sampling, "family": family}
+    own |= {"dtype": dtype, "model": model, "adapter": adapter, "images": images, "prompts": prompts, "out": out}
+    check_types(evaluate, own, f"evaluation {name!r}")
     check_types(protocol, options, f"evaluation {name!r}")
     if model is not None:
         folder = Path(out if out is not None else f"eval-{name}")
@@ -293,7 +317,10 @@ def evaluate(
         raise UserError("samples is how many images to make of each prompt; it belongs to a model (--model PATH)")
     if os.environ.get("RANK", "0") != "0":
         return {}
-    accepted = inspect.signature(protocol).parameters
+    try:
+        accepted = inspect.signature(protocol).parameters
+    except ValueError:
+        raise UserError(f"evaluation {name!r} leads to {protocol!r}, which is no protocol") from None
     given = {"images": images, "prompts": prompts, "out": out, **options}
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         unknown = sorted(k for k, v in given.items() if k not in accepted and v is not None)

@@ -78,7 +78,7 @@ def _testbed(name: str, split: str) -> list[dict[str, Any]]:
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    if "\0" in str(path) or not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, False also below a folder that may not be looked into
         what = f"{str(path)!r} is no file" if os.path.exists(path) else f"no prompt file at {str(path)!r}"
         raise UserError(f"{what}; set data.source (or eval.source) to a .txt, .jsonl or .parquet file")
     suffix = path.suffix.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +14,19 @@ from visual_grpo.config import to_yaml
 from visual_grpo.data import is_local
 from visual_grpo.distributed import launched_processes
 from visual_grpo.policy import choose_trainable, inject_lora
+
+
+def missing_prompts(sources: Sequence[str]) -> list[str]:
+    """A note for each prompt set that is not here: a plan needs none, and a data set of the hub would be downloaded."""
+    notes = []
+    for source in dict.fromkeys(sources):
+        if source.startswith("testbed/"):
+            continue
+        if not is_local(source):
+            notes.append(f"prompts were not checked: {source!r} is a data set of the hub")
+        elif not os.path.lexists(os.path.expanduser(source)):
+            notes.append(f"prompts were not checked: there is no file {source!r} here; the run will need it")
+    return notes
 
 
 def print_dry_run(plan: Plan) -> None:
@@ -26,11 +40,8 @@ def print_dry_run(plan: Plan) -> None:
     from rich.text import Text
 
     config = plan.config
-    sources = dict.fromkeys((config.data.source, eval_data(plan).source))
-    here = {s: s.startswith("testbed/") or os.path.exists(s) for s in sources}
-    if all(
-        here.values()
-    ):  # a data set of the hub would be downloaded, and a recipe can be looked at before its data is there
+    absent = missing_prompts([config.data.source, eval_data(plan).source])
+    if not absent:
         read_prompts(plan)
     build_suite(plan, torch.device("cpu")).close()
     console = Console()
@@ -48,10 +59,6 @@ def print_dry_run(plan: Plan) -> None:
         ("trained", f"{trained:,} ({trained / total:.2%}), {'LoRA' if config.model.lora else 'full weights'}"),
         ("method", " + ".join(plan.stack.methods) or "grpo"),
         ("rewards", ", ".join(config.rewards)),
-        (
-            "prompts",
-            ", ".join(s if here[s] else f"{s} (no such file yet)" if is_local(s) else f"{s} (hub)" for s in sources),
-        ),
         ("processes", str(world)),
         *geometry.lines(),
     ]:
@@ -70,7 +77,7 @@ def print_dry_run(plan: Plan) -> None:
         parts.add_row(name, f"{size / 2**30:.2f}")
     parts.add_row("total", f"{memory.total / 2**30:.2f}", style="bold")
     console.print(parts)
-    for note in memory.notes:
+    for note in [*memory.notes, *absent]:
         console.print(f"note: {note}", markup=False)
     console.print(
         f"nothing was loaded or trained. The resolved config:\n\n{to_yaml(config)}", markup=False, highlight=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,14 +31,15 @@ def inject_lora(module: nn.Module, lora: LoraConfig, default_targets: tuple[str,
     from peft import inject_adapter_in_model
 
     targets = list(lora.targets if lora.targets is not None else default_targets)
-    names = [name for name, _ in module.named_modules()]
-    unmatched = [t for t in targets if not t or not any(n == t or n.endswith(f".{t}") for n in names)]
+
+    def found(target: str) -> list[nn.Module]:
+        return [m for n, m in module.named_modules() if target and (n == target or n.endswith(f".{target}"))]
+
+    linear = sorted({n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)})
+    hint = f"its linear layers end in: {', '.join(linear)}. Set model.lora.targets to some of them."
+    unmatched = [t for t in targets if not found(t)]
     if unmatched or not targets:
-        linear = {n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-        raise UserError(
-            f"model.lora.targets {unmatched or targets} match no module of {type(module).__name__}; "
-            f"its linear layers end in: {', '.join(sorted(linear))}. Set model.lora.targets to some of them."
-        )
+        raise UserError(f"model.lora.targets {unmatched or targets} match no module of {type(module).__name__}; {hint}")
     config = PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -48,7 +50,10 @@ def inject_lora(module: nn.Module, lora: LoraConfig, default_targets: tuple[str,
     try:
         return inject_adapter_in_model(config, module, "default")
     except ValueError as error:  # a layer of a kind that peft has no LoRA for
-        raise UserError(f"model.lora.targets {targets}: {str(error).splitlines()[0]}") from error
+        kinds = sorted({type(m).__name__ for t in targets for m in found(t)})
+        raise UserError(
+            f"model.lora.targets {targets}: peft has no LoRA for one of the kinds {', '.join(kinds)}; {hint}"
+        ) from error
 
 
 def apply_lora(adapter: PolicyAdapter, path: Path) -> None:
@@ -59,11 +64,16 @@ def apply_lora(adapter: PolicyAdapter, path: Path) -> None:
     """
     try:
         if adapter.library == "diffusers":
-            adapter.pipeline.load_lora_weights(str(path))  # type: ignore[attr-defined]
+            pipeline: Any = adapter.pipeline  # type: ignore[attr-defined]
+            pipeline.load_lora_weights(str(path))
+            if "transformer" not in pipeline.get_list_adapters():  # told in a log line only
+                raise ValueError("none of its layers belongs to this model")
             return
         from peft import PeftModel
 
-        PeftModel.from_pretrained(adapter.trainable_module, str(path))
+        with warnings.catch_warnings():  # the layers would stay as they were
+            warnings.filterwarnings("error", message=".*Found missing adapter keys")
+            PeftModel.from_pretrained(adapter.trainable_module, str(path))
     except Exception as error:
         raise UserError(f"cannot put the LoRA {str(path)!r} on this model: {type(error).__name__}: {error}") from error
 

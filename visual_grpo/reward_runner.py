@@ -239,7 +239,7 @@ class RewardRunner:
             self._worker = DaemonWorkers(f"reward-{self.spec.name}")
         future = self._worker.submit(call)
         try:
-            return future.result(limit)
+            return future.result(min(limit, threading.TIMEOUT_MAX))
         except FutureTimeoutError:
             if future.done():  # the reward's own TimeoutError, or an answer in the last moment
                 return future.result()

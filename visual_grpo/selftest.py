@@ -16,14 +16,10 @@ from visual_grpo.combination import on_all_processes, signal
 from visual_grpo.errors import RunError
 from visual_grpo.loss import LossInputs, passes
 from visual_grpo.method import LoopState, MethodStack
-from visual_grpo.types import RewardBatch, RolloutBatch
+from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 1e-1, "float16": 3e-2}
 """How far a ratio may lie from 1 before the first update, by the dtype of the frozen weights."""
-
-
-PROBE_ROWS = 16
-"""Rows that are replayed: enough to see a fault, few enough not to be felt."""
 
 
 class SelfTestError(RunError):
@@ -64,6 +60,7 @@ def self_test(
     checks = [
         Check(name="trainable parameters", status="ok", detail=f"{state.policy.num_trainable:,}"),
         _ratio(probe, state),
+        _rewards_apply(rewards, state),
         _unequal_rewards(rewards, rollouts, state),
     ]
     gradient = _gradient(stack, probe, state)
@@ -107,6 +104,22 @@ def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
         status="failed",
         detail=f"{detail}: sampling and replay disagree. Turn dropout off, use the same guidance, temperature and dtype in both, "
         "or raise self_test.ratio_tolerance if the model's precision explains it",
+    )
+
+
+def _rewards_apply(rewards: RewardBatch, state: LoopState) -> Check:
+    """A reward that says nothing about any row (`None`) reads something that the prompt set does not hold."""
+    clean = rewards if rewards.clean is None else rewards.clean
+    status = state.ranks.gather(clean.status)
+    idle = [name for k, name in enumerate(clean.names) if bool((status[:, k] == RewardStatus.NOT_APPLICABLE).all())]
+    name = "every reward applies to some row"
+    if not idle:
+        return Check(name=name, status="ok", detail=", ".join(clean.names))
+    return Check(
+        name=name,
+        status="failed" if len(idle) == len(clean.names) else "warn",
+        detail=f"{' and '.join(map(repr, idle))} gave None for each of the {len(status)} rows: the prompts lack what it reads, "
+        "such as an answer. Set data.answer_column, or take other prompts or another reward",
     )
 
 

@@ -54,7 +54,7 @@ def print_summary(result: Result) -> None:
             title=f"held-out, before and after {result.step} steps (n={len(result.after.rows)}, same prompts and noises)"
         )
         for column in ("figure", "task", "before", "after", "change", "95 % interval"):
-            table.add_column(column, justify="left" if column in ("figure", "task") else "right")
+            table.add_column(column, justify="left" if column in ("figure", "task") else "right", overflow="fold")
         for row in comparison(result.before.rows, result.after.rows):
             table.add_row(*map(Text, row))
         console.print(table)

@@ -2,18 +2,22 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
 )
 
 from visual_grpo.adapters.text_lm import TextLMAdapter, TextSampling
+from visual_grpo.config import LoraConfig, ModelConfig
 from visual_grpo.errors import UserError
+from visual_grpo.policy import inject_lora
 from visual_grpo.types import RolloutBatch
 
 
@@ -209,6 +213,40 @@ def test_prompts_that_are_too_long_are_refused(tiny_text: Any) -> None:
         tiny_text.make_adapter().sample(
             tiny_text.batch(["9", "a" * 59]), seed=0, sampling=TextSampling(max_new_tokens=34)
         )
+
+
+def test_long_prompts_are_found_before_the_run(tiny_text: Any) -> None:
+    adapter = tiny_text.make_adapter()
+    sampling = TextSampling(max_new_tokens=34)
+    adapter.check_prompts(["9", "a" * 58], [{}, {}], sampling)
+    with pytest.raises(UserError, match=r"has 63 tokens; .* exceeds the model's 96 positions.* to 33"):
+        adapter.check_prompts(["9", "a" * 59], [{}, {}], sampling)
+    with pytest.raises(UserError, match="has 64 tokens"):
+        adapter.check_prompts(["a" * 56], [{"system": "ab"}], sampling)
+
+
+def test_weight_files_that_lack_parameters_are_refused(tiny_text: Any, tmp_path: Path) -> None:
+    """The library would fill them with random numbers and only warn."""
+    model, tokenizer = tiny_text.make_model(), tiny_text.make_tokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = ModelConfig(adapter="text_lm", path=str(tmp_path))
+    assert TextLMAdapter.load(config, device=torch.device("cpu"), sampling=tiny_text.SHORT)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lack 1 parameters of the model \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
+        TextLMAdapter.load(config, device=torch.device("cpu"), sampling=tiny_text.SHORT)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"cannot load model\.path .*SafetensorError"):
+        TextLMAdapter.load(config, device=torch.device("cpu"), sampling=tiny_text.SHORT)
+
+
+def test_lora_on_layers_of_no_kind(tiny_text: Any) -> None:
+    for target in ("layers", "input_layernorm"):
+        with pytest.raises(UserError, match=rf"targets \['{target}'\]: peft has no LoRA for .* end in: down_proj"):
+            inject_lora(tiny_text.make_model(), LoraConfig(targets=[target]), ("q_proj",))
 
 
 def test_sampling_options_are_checked() -> None:

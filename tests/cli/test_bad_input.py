@@ -86,6 +86,9 @@ OVERRIDES: list[tuple[str, str | list[str], list[str]]] = [
     ("dtype typo", "model.dtype=bflaot16", ["model.dtype:", "'bfloat16'"]),
     ("seed below 0", "train.seed=-1", ["train.seed:"]),
     ("seed too large", "train.seed=99999999999999999999999", ["train.seed:"]),
+    ("clip above 1", "ratio.clip_low=1.5", ["ratio.clip_low:", "less than or equal to 1"]),
+    ("divergence of transitions on tokens", "kl={beta: 0.1, estimator: gaussian}", ["kl.estimator=gaussian", "k3"]),
+    ("divergence of predictions on tokens", "kl={beta: 0.1, estimator: prediction}", ["kl.estimator=prediction", "k3"]),
     ("clip below 0", "ratio.clip_low=-0.1", ["ratio.clip_low:"]),
     ("ema decay 1", "train.ema.decay=1", ["train.ema.decay:"]),
     ("timeout 0", "rewards={exact_match: {timeout_s: 0}}", ["rewards.exact_match.timeout_s:"]),
@@ -252,6 +255,7 @@ def test_a_folder_that_holds_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("rewards=exact_mach", "Did you mean 'exact_match'?"),
         ("rewards={length: {params: {targt: 3}}}", "'targt'"),
+        ("data.source=broken.jsonl", "broken.jsonl, line 2"),
         ("train.prompts_per_step=17", "16 prompts"),
         ("eval.source=train.jsonl", "16 held-out prompts"),
     ],
@@ -260,6 +264,13 @@ def test_a_dry_run_finds_wrong_rewards_and_prompts(
     override: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(["toy.yaml", "--dry-run", override], [word], capsys)
+
+
+def test_a_dry_run_needs_no_prompts_but_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "toy.yaml", "--dry-run", "data.source=nothing.jsonl", "eval.source=owner/name"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "there is no file 'nothing.jsonl' here; the run will need it" in printed
+    assert "'owner/name' is a data set of the hub" in printed
 
 
 def test_every_fault_of_a_config_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,5 +306,5 @@ def test_there_are_enough_cases() -> None:
 def test_a_dry_run_names_prompts_that_are_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe can be looked at before its data is there; the run itself is refused."""
     assert main(["train", "toy.yaml", "--dry-run", "data.source=nothing.jsonl"]) == 0
-    assert "nothing.jsonl (no such file yet)" in capsys.readouterr().out
+    assert "there is no file 'nothing.jsonl' here" in " ".join(capsys.readouterr().out.split())
     refused(["toy.yaml", "data.source=nothing.jsonl"], ["nothing.jsonl"], capsys)

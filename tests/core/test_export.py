@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 import tiny_sd3
@@ -18,7 +20,8 @@ from visual_grpo.adapters.sd3 import SD3Adapter
 from visual_grpo.checkpoint import export_model
 from visual_grpo.config import LoraConfig, ModelConfig
 from visual_grpo.data import PromptRow, prompt_batch
-from visual_grpo.policy import Policy
+from visual_grpo.errors import UserError
+from visual_grpo.policy import Policy, apply_lora
 
 DIFFUSERS = """
 import sys, torch
@@ -128,3 +131,33 @@ def test_lora_loads_in_peft(tmp_path: Path) -> None:
 def test_full_weights_load_in_transformers(tmp_path: Path) -> None:
     """`AutoModelForCausalLM.from_pretrained` gives our logits (1e-5)."""
     check_in_transformers(tmp_path, None)
+
+
+def renamed(model: Path, file: str, old: str, new: str) -> None:
+    """A LoRA for a network whose layers have other names."""
+    weights = load_file(model / file)
+    save_file({name.replace(old, new): value for name, value in weights.items()}, model / file)
+
+
+def test_a_lora_of_another_network_is_refused_by_diffusers(tmp_path: Path) -> None:
+    """Both libraries only warn, and the base model would be evaluated under the LoRA's name."""
+    lora = LoraConfig(rank=2)
+    policy, sampling, base = diffusion_policy(tmp_path, lora)
+    model = export_model(policy, tmp_path / "model")
+    config = ModelConfig(adapter="sd3", path=str(base))
+    fresh = [SD3Adapter.load(config, device=torch.device("cpu"), sampling=sampling) for _ in range(2)]
+    apply_lora(fresh[0], model)
+    renamed(model, "pytorch_lora_weights.safetensors", "transformer.", "unet.")
+    with pytest.raises(UserError, match="cannot put the LoRA"):
+        apply_lora(fresh[1], model)
+
+
+def test_a_lora_of_another_network_is_refused_by_peft(tmp_path: Path) -> None:
+    from tiny_text import make_adapter
+
+    config = ModelConfig(adapter="text_lm", path="x", lora=LoraConfig(rank=2))
+    model = export_model(Policy(make_adapter(), config), tmp_path / "model")
+    apply_lora(make_adapter(), model)
+    renamed(model, "adapter_model.safetensors", "layers.1", "layers.7")
+    with pytest.raises(UserError, match=r"cannot put the LoRA .*missing adapter keys"):
+        apply_lora(make_adapter(), model)

@@ -93,6 +93,10 @@ def too_short(prompts: list[str], completions: list[str]) -> list[float]:
     return [1.0] * (len(prompts) - 1)
 
 
+def silent(prompts: list[str], completions: list[str]) -> list[None]:
+    return [None] * len(prompts)
+
+
 def hangs(prompts: list[str], completions: list[str]) -> list[float]:
     time.sleep(20)
     return [1.0] * len(prompts)
@@ -157,6 +161,7 @@ def alarms(folder: Path) -> dict[str, str]:
             RunError,
             ["failed on every row", "the reward server is away"],
         ),
+        ({"rewards": {f"{HERE}:silent": 1.0}}, RunError, ["gave None for each of the 32 rows", "data.answer_column"]),
         ({"rewards": {f"{HERE}:sometimes_nan": {"on_failed": "stop"}}}, RunError, ["not finite", "on_failed: drop"]),
         (
             {"rewards": {f"{HERE}:raises_on_ones": {"on_failed": "stop"}}},

@@ -152,8 +152,7 @@ def check_complete(path: str, found: Mapping[str, Any]) -> None:
 
 
 def _load_message(path: str, resolved: str, error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {textwrap.shorten(lines[0], 200) if lines else 'no message'}"
+    reason = f"{textwrap.shorten(str(error), 240) or 'no message'} ({type(error).__name__})"
     if Path(resolved).is_dir():
         return f"cannot load model.path {path!r} from {resolved!r}: {reason}"
     from huggingface_hub.constants import HF_HUB_CACHE

@@ -57,8 +57,9 @@ def meta_model(config: ModelConfig) -> nn.Module:
         settings = AutoConfig.for_model(**values)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
-    except ValueError as error:
-        raise UserError(f"model.path {config.path!r} is no causal language model: {error}") from error
+    except Exception as error:  # a value of the wrong type is an error of the library's own kind
+        reason = " ".join(str(error).split())
+        raise UserError(f"model.path {config.path!r} is no causal language model: {reason}") from error
     return model.requires_grad_(False)
 
 

@@ -93,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         app(args=args, prog_name="visual-grpo")
     except SystemExit as stop:
+        if stop.code == 130:  # typer's answer to Ctrl-C
+            print("Interrupted.", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except (UserError, RunError) as error:
         return _report(error, error.exit_status)
