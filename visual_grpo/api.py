@@ -104,6 +104,12 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
         )
     needs = stack.needs
     names = ", ".join(stack.methods) or "grpo"
+    if not (needs.kinds and needs.unit_kinds):
+        each = "; ".join(
+            f"{name}: {' or '.join(sorted(method.needs.unit_kinds))} of {' or '.join(sorted(method.needs.kinds))}"
+            for name, method in stack.methods.items()
+        )
+        raise UserError(f"methods {names} cannot be stacked: no model has the units that all of them need ({each})")
     if adapter.kind not in needs.kinds or not (adapter.unit_kinds & needs.unit_kinds):
         raise UserError(
             f"method {names} cannot train adapter {config.model.adapter!r}: it needs a model of kind "

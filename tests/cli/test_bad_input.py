@@ -108,6 +108,7 @@ OVERRIDES: list[tuple[str, str | list[str], list[str]]] = [
     ("not a method", "method=pathlib:Path", ["'pathlib:Path'", "no subclass"]),
     ("module that is not there", "method=no_such:Thing", ["no module 'no_such'"]),
     ("two of one hook", f"method=[{HERE}:First, {HERE}:Second]", ["First", "Second", "exclusive hook 'surrogate'"]),
+    ("methods of other units", "method=[flow_grpo, v_grpo]", ["flow_grpo, v_grpo cannot be stacked", "noise_pair"]),
     ("flow method on text", "method=flow_grpo", ["flow_grpo", "'toy'", "autoregressive"]),
     ("unknown adapter", "model.adapter=toyy", ["no model named 'toyy'", "Did you mean 'toy'?"]),
     ("unknown reward", "rewards=exact_mach", ["no reward named 'exact_mach'", "Did you mean 'exact_match'?"]),
