@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -84,9 +85,9 @@ class _CaptionReward(JudgeReward):
             values[row] = math.nan if isinstance(value, Failure) else value
         return values
 
+    @abstractmethod
     def read(self, reply: str) -> float | Failure:
         """Value of a reply."""
-        raise NotImplementedError
 
 
 @register_reward("caption_correctness")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from visual_grpo.rewards.loading import features, load_weights
 __all__ = ["ClipFeatures", "DinoFeatures"]
 
 
-class _Features:
+class _Features(ABC):
     """Image features [N, D] of unit length of images [N, 3, H, W] in [0, 1]."""
 
     name = ""
@@ -37,8 +38,9 @@ class _Features:
                 self._loaded = model.to(self.device).eval().requires_grad_(False), processor
             return self._loaded
 
+    @abstractmethod
     def _encode(self, model: Any, pixels: Tensor) -> Any:
-        raise NotImplementedError
+        """The library's output for preprocessed pixels."""
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def test_a_row_that_nothing_scored_gets_no_penalty(tmp_path: Path) -> None:
     """No gold answer: the row has no reward, clean or shaped, and an advantage of 0 however long it is."""
     trainer = toy_run.toy_trainer(tmp_path, method=[{"dapo": {"dynamic_sampling": False, "overlong_cache": 3}}])
     even = [int(row.prompt.split()[1]) % 2 == 0 for row in trainer.source.rows]
-    assert True in even
-    assert False in even
+    assert any(even)
+    assert not all(even)
     trainer.suite = RewardSuite(
         {"test": {"reward": lambda prompts, completions: [0.0 if int(p[4:]) % 2 == 0 else None for p in prompts]}}
     )
