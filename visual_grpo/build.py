@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from visual_grpo.combination import row_combination
 from visual_grpo.config import DataConfig, to_yaml
 from visual_grpo.data import PromptRow, load_prompts
 from visual_grpo.distributed import Ranks
-from visual_grpo.errors import RunError, UserError
+from visual_grpo.errors import UserError
+from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
@@ -129,24 +128,6 @@ def run_plan(plan: Plan, *, resume: bool, out: str | Path | None, root: str | Pa
             folder.close()
 
 
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """What the allocators raise when memory runs out becomes a `RunError` that says what to change."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        # The CPU's allocator raises a plain RuntimeError.
-        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)):
-            raise
-        raise RunError(
-            f"out of memory: {reason}. Lower train.micro_batch or train.units_per_pass (training), train.rollout_batch "
-            "(sampling) or eval.batch (evaluation); model.lora, model.dtype=bfloat16 and model.gradient_checkpointing=true need "
-            "less too (visual-grpo train RECIPE --dry-run adds it up). A run that has begun goes on with --resume and smaller "
-            "batches"
-        ) from error
-
-
 def _train(plan: Plan, folder: RunFolder, ranks: Ranks, *, resume: bool) -> Result:
     with memory_errors():
         trainer = build_trainer(plan, folder, ranks)
@@ -164,8 +145,8 @@ def _run(trainer: Trainer, folder: RunFolder, *, resume: bool) -> Result:
         return replace(result, folder=str(folder.path))
     except KeyboardInterrupt:
         trainer.writer.message(
-            f"interrupted after step {trainer.step}; the checkpoint of step {trainer.saved} is kept: go on with --resume"
-            if trainer.saved
+            f"interrupted after step {trainer.step}; the checkpoint of step {trainer.progress.saved} is kept: go on with --resume"
+            if trainer.progress.saved
             else f"interrupted after step {trainer.step}, before the first checkpoint: --resume begins again"
         )
         raise

@@ -98,6 +98,7 @@ class Ranks:
         with suppress(RuntimeError):
             if not self.store.check([FAILURE]):
                 self.store.set(FAILURE, json.dumps(told))
+                self.store.get(FAILURE)  # a set does not wait for the store; who meets our absence must find the reason
 
     def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
         """Run a collective.

@@ -7,7 +7,6 @@ checkpoint. Everything a step draws depends on (seed, step, row) alone, so a res
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_grpo import checkpoint as ckpt
 from visual_grpo.aggregation import Totals
 from visual_grpo.alarms import Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
+from visual_grpo.checkpointer import Checkpointer, Progress
 from visual_grpo.config import RunConfig
 from visual_grpo.data import PromptRow, PromptSource, prompt_batch
 from visual_grpo.distributed import Ranks
@@ -32,6 +31,7 @@ from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
 from visual_grpo.normalise import Normalisers
 from visual_grpo.optimizer import Optimizer
+from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.schedules import ema_decay, ema_is_due
 from visual_grpo.scoring import RewardSuite
@@ -85,9 +85,11 @@ class Trainer:
         self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
         self.state.generate, self.state.score, self.state.draw = self._generate, self._shaped_score, self._draw
         self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
-        self.step = self.saved = 0  # iterations done, and those in the newest checkpoint
-        self.trained_s = 0.0
-        self._intact: dict[str, Any] | None = None  # the state to go on from if this step, or what follows it, fails
+        self.progress = Progress()
+        self.checkpointer = Checkpointer(
+            progress=self.progress, policy=policy, optimizer=self.optimizer, source=self.source, stack=stack,
+            normalisers=self.normalisers, alarms=self.alarms, ranks=ranks, writer=writer, keep=config.checkpoint.keep,
+        )  # fmt: skip
         self.tested = not config.self_test.enabled
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None  # found by `resume` where the run had ended
@@ -99,10 +101,24 @@ class Trainer:
     def run(self) -> Result:
         """Train to the last step; a stop alarm or a failure leaves a checkpoint or the last one intact."""
         try:
-            return self._run()
+            with memory_errors():
+                return self._run()
         except RunError:
-            self._save_after_failure()
+            self.checkpointer.save_after_failure()
             raise
+
+    @property
+    def step(self) -> int:
+        """Iterations done."""
+        return self.progress.step
+
+    def save(self) -> None:
+        """Write a checkpoint now."""
+        self.checkpointer.save()
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint, or to the start if there is none."""
+        self.first, self.last = self.checkpointer.resume()
 
     def _run(self) -> Result:
         train = self.config.train
@@ -110,7 +126,7 @@ class Trainer:
             self.first = self.evaluate(self.config.eval.final_samples)
         stopped = None
         while self.step < train.steps:
-            if train.max_minutes is not None and self.trained_s >= 60 * train.max_minutes:
+            if train.max_minutes is not None and self.progress.trained_s >= 60 * train.max_minutes:
                 stopped = f"train.max_minutes ({train.max_minutes:g}) reached"
                 break
             self.iteration()
@@ -118,7 +134,7 @@ class Trainer:
                 self.evaluate(self.config.eval.samples)
             if self.step % self.config.checkpoint.every == 0:
                 self.save()
-        if self.step != self.saved:
+        if self.step != self.progress.saved:
             self.save()
         last = self.last or (self.evaluate(self.config.eval.final_samples) if self.step > 0 else self.first)
         return Result(
@@ -129,7 +145,7 @@ class Trainer:
         """One rollout batch and its updates."""
         started = time.perf_counter()
         self.state.step, self.state.on_policy, self._drawn = self.step, True, 0
-        self._intact = self._state()
+        self.checkpointer.mark()
         with self.watchdog.phase("rollout"):
             rollouts, rewards = self.collect(self._draw())
         with self.watchdog.phase("score"):
@@ -143,18 +159,18 @@ class Trainer:
         stats.update(reward_figures(rewards, rollouts))
         rows, advantages = self.prepare(rollouts, rewards, stats)
         with self.watchdog.phase("train"):
-            self._intact = None  # from here to the end of the step the weights are those of no step
+            self.checkpointer.unmark()  # from here to the end of the step the weights are those of no step
             if OLD in self.stack.needs.weight_sets:
                 self.policy.snapshot(OLD)
             self.update(rows, stats)
-        self.step += 1
+        self.progress.step += 1
         metrics = stats.reduce(self.ranks) | {"lr": self.optimizer.lr}
         for method in self.stack.methods.values():
             method.after_step(metrics, self.state)
-        self.trained_s += self.ranks.broadcast(time.perf_counter() - started)  # all stop at the same step
+        self.progress.trained_s += self.ranks.broadcast(time.perf_counter() - started)  # all stop at the same step
         histograms = step_histograms(self.ranks, advantages, rewards.total(), stats)
         self.writer.step(self.step, metrics, histograms, samples=self.geometry.rows_per_step)
-        self._intact = self._state()
+        self.checkpointer.mark()
         for alarm in self.alarms.check(self.step, metrics):
             self.writer.alarm(alarm)
             if alarm.action == "stop":
@@ -292,61 +308,3 @@ class Trainer:
                 )  # fmt: skip
         self.writer.evaluation(self.step, found)
         return found
-
-    def save(self) -> None:
-        """Write a complete checkpoint (main process)."""
-        with self.watchdog.phase("checkpoint"):
-            rng = self.ranks.gather_objects([ckpt.rng_state()])
-            if self.ranks.main:
-                self._write(self._state(), rng)
-            self.ranks.barrier()
-        self.saved = self.step
-
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside weights and optimizer, as it is now."""
-        return {
-            "cursor": self.source.cursor,
-            "optimizer_steps": self.optimizer.steps_done,
-            "trained_s": self.trained_s,
-            "metrics_size": self.writer.folder.metrics_size,
-            "methods": copy.deepcopy(self.stack.state_dict()),
-            "normalisers": copy.deepcopy(self.normalisers.state_dict()),
-            "alarms": self.alarms.state_dict(),
-            "rng": ckpt.rng_state(),
-        }
-
-    def _write(self, state: dict[str, Any], rng: list[Any]) -> None:
-        ckpt.save_checkpoint(
-            self.writer.folder.checkpoints, self.step, policy=self.policy, optimizer=self.optimizer.tensors(),
-            state={k: v for k, v in state.items() if k != "rng"}, rng=rng, keep=self.config.checkpoint.keep,
-        )  # fmt: skip
-
-    def _save_after_failure(self) -> None:
-        """Keep the steps since the last checkpoint if the failure left their weights whole (a reward server that is gone).
-
-        Without collectives: the other processes may have ended.
-        """
-        if self._intact is not None and self.step != self.saved and self.ranks.main:
-            self._write(self._intact, [self._intact["rng"]])
-            self.saved = self.step
-
-    def resume(self) -> None:
-        """Go back to the newest checkpoint, or to the start if there is none."""
-        path = ckpt.latest_checkpoint(self.writer.folder.checkpoints)
-        size = 0
-        if path is not None:
-            state, tensors = ckpt.load_checkpoint(path, self.policy)
-            self.step = self.saved = int(state["step"])
-            size = int(state["metrics_size"])
-            self.optimizer.load_tensors(tensors, int(state["optimizer_steps"]))
-            self.source.cursor = int(state["cursor"])
-            self.trained_s = float(state["trained_s"])
-            self.stack.load_state_dict(state["methods"])
-            self.normalisers.load_state_dict(state.get("normalisers", {}))
-            self.alarms.load_state_dict(state["alarms"])
-            for rng in state["rng"][self.ranks.rank : self.ranks.rank + 1]:  # none where there were fewer processes
-                ckpt.set_rng_state(rng)
-        if self.ranks.main:
-            ckpt.prune_checkpoints(self.writer.folder.checkpoints, self.config.checkpoint.keep)
-            found = self.writer.rewind(self.step, size)
-        self.first, self.last = self.ranks.broadcast(found if self.ranks.main else None)

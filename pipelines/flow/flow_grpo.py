@@ -123,7 +123,7 @@ def flow_grpo_tiny() -> RunConfig:
         sampling={"steps": 6, "guidance": 1.0, "noise_scale": 0.7},
         kl=KlConfig(beta=0.3, estimator="gaussian"),
         train=TrainConfig(
-            steps=76,
+            steps=48,
             prompts_per_step=8,
             group_size=12,
             micro_batch=96,

@@ -166,12 +166,12 @@ def _tiny(name: str, summary: str, steps: int, every: int) -> RunConfig:
 
 def quickstart() -> RunConfig:
     """The first run: V-GRPO teaches the tiny SD3 to draw what the prompt says, in minutes on two cores."""
-    return _tiny("quickstart", "V-GRPO teaches a tiny SD3 to follow its prompts, in minutes on a laptop", 100, 25)
+    return _tiny("quickstart", "V-GRPO teaches a tiny SD3 to follow its prompts, in minutes on a laptop", 60, 30)
 
 
 def v_grpo_tiny() -> RunConfig:
     """V-GRPO on the tiny SD3 for about an hour: how far it goes."""
-    return _tiny("v_grpo_tiny", "V-GRPO on the testbed's scenes, about an hour", 800, 50)
+    return _tiny("v_grpo_tiny", "V-GRPO on the testbed's scenes, about an hour", 600, 60)
 
 
 def v_grpo_sd35_medium() -> RunConfig:

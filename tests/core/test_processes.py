@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import KILLED, exported, finish, output, records, start
 from toy_run import toy_config
 
 from visual_grpo.config import merge
+from visual_grpo.distributed import FAILURE, Ranks
+from visual_grpo.errors import RunError
 from visual_grpo.method import LoopState, Method, MethodConfig
 
 BASE: dict[str, Any] = {"model": {"dtype": "float64"}, "rewards": {"killed_run:digits": 1.0}, "train": {"steps": 4}}
@@ -171,9 +174,41 @@ def test_a_failure_of_one_process_ends_both_with_its_message(tmp_path: Path, ran
     reward = {f"test_processes:fails_on_rank_{rank}": {"retries": 0}}
     assert pair(toy_config(tmp_path, rewards=reward), tmp_path / "run") == [1, 1]
     logs = [(tmp_path / f"run-{r}.log").read_text() for r in range(2)]
-    assert all("the reward server is away" in log for log in logs)
+    assert all("the reward server is away" in log for log in logs), "\n".join(logs)
     assert f"Error: process {rank} failed: reward" in logs[1 - rank]
     assert "Traceback" not in logs[0] + logs[1]
+
+
+class LateStore:
+    """A client of a store whose `set` is on its way until the same client waits for an answer, as torch's TCP store does it."""
+
+    def __init__(self) -> None:
+        self.store, self.sent = HashStore(), {}
+
+    def set(self, key: str, value: str) -> None:
+        self.sent[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.arrive()
+        return self.store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.arrive()
+        return self.store.get(key)
+
+    def arrive(self) -> None:
+        for key, value in self.sent.items():
+            self.store.set(key, value)
+        self.sent.clear()
+
+
+def test_the_reason_is_in_the_store_before_a_process_leaves() -> None:
+    ranks = Ranks()
+    ranks.store = store = LateStore()
+    with pytest.raises(RunError), ranks:
+        raise RunError("the reward server is away")
+    assert store.store.check([FAILURE])  # a get would wait
+    assert json.loads(store.store.get(FAILURE))["message"] == "the reward server is away"
 
 
 def test_a_process_that_is_killed_ends_the_other(tmp_path: Path) -> None:

@@ -198,6 +198,23 @@ def test_memory_that_runs_out_says_what_to_change(tmp_path: Path) -> None:
         vg.train(config, overrides={"sampling.max_new_tokens": 10**15}, out=tmp_path / "run")
 
 
+class Exhausting(Method[MethodConfig]):
+    """Memory runs out in the rollout of the fourth step."""
+
+    def before_rollout(self, prompts: Any, state: LoopState) -> Any:
+        """Run out."""
+        if state.step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prompts
+
+
+def test_memory_that_runs_out_between_checkpoints_loses_no_step(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, method=["test_resume:Exhausting"], checkpoint={"every": 50})
+    with pytest.raises(RunError, match="out of memory"):
+        vg.train(config, out=tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-000003"]
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = toy_config(tmp_path, method=["test_resume:Interrupted"], eval={"final_samples": 2, "every": 0})
     for _ in range(2):
