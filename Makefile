@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := ocr,serve,text,reasoning,dev
 PYTEST_ARGS ?=
+WORKERS ?= 2
 RUN_ARGS ?=
 
 help: ## List the targets
@@ -54,7 +55,7 @@ types: setup
 		--cache-dir $(CURDIR)/.mypy_cache -p visual_grpo
 
 pytest: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 constraints: setup ## Write constraints.txt again from what .venv holds
 	@{ echo "# Exact versions that make setup installs and CI tests (Python 3.11). Ranges stand in pyproject.toml."; \

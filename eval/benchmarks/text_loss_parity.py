@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from visual_grpo.eval.benchmarks.text_step_sides import (
     AGGREGATIONS,
-    GROUP,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    ROWS,
+    Shape,
     run_config,
     trl_trainer,
 )
@@ -22,7 +19,7 @@ END_TOKENS = range(2, 34)
 """Tokens that end a row here: with 32 of the 1,024 a random model's rows have many lengths."""
 
 
-def side_losses(work: Path, seed: int) -> dict[str, Any]:
+def side_losses(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     """{loss_type: {"ours", "trl", "difference", "gradient difference"}}; the last is relative to the gradient's norm.
 
     The old log-probs are the sampler's plus noise, so that ratios lie on both sides of the clip range.
@@ -34,24 +31,26 @@ def side_losses(work: Path, seed: int) -> dict[str, Any]:
     from visual_grpo.method import LoopState
     from visual_grpo.policy import Policy
 
-    made = plan(run_config(work, seed), {"sampling.stop_on_eos": True})
+    made = plan(run_config(work, shape, seed), {"sampling.stop_on_eos": True})
     adapter = made.adapter_class.load(made.config.model, device=torch.device("cpu"), sampling=made.sampling)
     adapter.eos_ids = list(END_TOKENS)
     policy = Policy(adapter, made.config.model)
-    rollouts = policy.sample(_prompts(work), seed=seed, sampling=made.sampling)
+    rollouts = policy.sample(_prompts(work, shape), seed=seed, sampling=made.sampling)
     generator = torch.Generator().manual_seed(seed)
     assert rollouts.old_log_prob is not None
     rollouts.old_log_prob = rollouts.old_log_prob + 0.3 * torch.randn(rollouts.unit_mask.shape, generator=generator)
-    advantages = torch.randn(ROWS, generator=generator)
+    advantages = torch.randn(shape.rows, generator=generator)
     rows = LossInputs(rollouts=rollouts, advantages=advantages, weights=torch.ones(rollouts.unit_mask.shape))
-    trainer = trl_trainer(work, seed)
+    trainer = trl_trainer(work, shape, seed)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = _trl_inputs(rollouts, advantages)
     found: dict[str, Any] = {}
     with Ranks() as ranks:
         for loss_type, aggregation in AGGREGATIONS.items():
-            config = plan(run_config(work, seed), {"loss.aggregation": aggregation, "ratio.old": "sampler"}).config
+            config = plan(
+                run_config(work, shape, seed), {"loss.aggregation": aggregation, "ratio.old": "sampler"}
+            ).config
             state = LoopState(config=config, policy=policy, ranks=ranks, sampling=made.sampling, on_policy=False)
             ((ours, _),) = passes(made.stack, rows, Totals.of_mask(rollouts.unit_mask), state)
             trainer.loss_type = loss_type
@@ -65,14 +64,16 @@ def side_losses(work: Path, seed: int) -> dict[str, Any]:
     return found
 
 
-def _prompts(work: Path) -> Any:
+def _prompts(work: Path, shape: Shape) -> Any:
     """One batch of prompts, of different lengths: padding must not enter the loss."""
     from visual_grpo.config import DataConfig
     from visual_grpo.data import load_prompts, prompt_batch
 
-    rows = load_prompts(DataConfig(source=str(work / "train.txt"), limit=ROWS // GROUP))
-    batch = prompt_batch(rows, GROUP)
-    batch.prompts = [" ".join(text.split()[: PROMPT_TOKENS - 5 * (i // GROUP)]) for i, text in enumerate(batch.prompts)]
+    rows = load_prompts(DataConfig(source=str(work / "train.txt"), limit=shape.prompts))
+    batch = prompt_batch(rows, shape.group)
+    batch.prompts = [
+        " ".join(text.split()[: shape.prompt_tokens - 5 * (i // shape.group)]) for i, text in enumerate(batch.prompts)
+    ]
     return batch
 
 
@@ -85,7 +86,6 @@ def _trl_inputs(rollouts: Any, advantages: Tensor) -> dict[str, Tensor]:
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
-    assert rollouts.num_units <= NEW_TOKENS
     return {
         "prompt_ids": ids,
         "prompt_mask": mask,

@@ -9,14 +9,37 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ROWS, GROUP, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 64, 8, 108, 64, 1024
-PROMPTS_PER_STEP = ROWS // GROUP
+VOCABULARY = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one step works on."""
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Completions a step."""
+        return self.prompts * self.group
+
+
+SHAPES = {
+    "short": Shape(prompts=8, group=8, prompt_tokens=108, new_tokens=64),
+    "long": Shape(prompts=2, group=16, prompt_tokens=256, new_tokens=256),
+    "vlm": Shape(prompts=2, group=16, prompt_tokens=1024, new_tokens=128),
+}
+"""Arithmetic, reasoning, and a picture's tokens before a short answer."""
 WARM_UP, STEPS = 1, 4
 LR = 1e-5
 CLOCKS: dict[str, Callable[[], float]] = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
@@ -34,8 +57,9 @@ def distinct_words(prompts: list[str], completions: list[str], **columns: Any) -
     return [float(len(set(text.split()))) for text in completions]
 
 
-def make_inputs(model: Path, work: Path) -> None:
+def make_inputs(work: Path, shape: Shape) -> None:
     """Write the random model with a word-level tokenizer, and two prompt files, where they are not yet."""
+    model = work / "model"
     if (model / "config.json").is_file():
         return
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -55,7 +79,7 @@ def make_inputs(model: Path, work: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=1,
@@ -64,25 +88,25 @@ def make_inputs(model: Path, work: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(model)
     generator = torch.Generator().manual_seed(0)
     for name, count in (("train", 200), ("heldout", 8)):
-        drawn = torch.randint(VOCABULARY - 3, (count, PROMPT_TOKENS), generator=generator)
+        drawn = torch.randint(VOCABULARY - 3, (count, shape.prompt_tokens), generator=generator)
         lines = [" ".join(f"w{i}" for i in row) for row in drawn.tolist()]
         (work / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run_config(work: Path, seed: int) -> dict[str, Any]:
+def run_config(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     """Our side's run, as a config file would state it."""
     return {
         "name": "text_step",
         "model": {"adapter": "text_lm", "path": str(work / "model")},
         "data": {"source": str(work / "train.txt")},
         "rewards": {f"{__spec__.name}:distinct_words": 1.0},
-        "sampling": {"max_new_tokens": NEW_TOKENS, "stop_on_eos": False},
+        "sampling": {"max_new_tokens": shape.new_tokens, "stop_on_eos": False},
         "loss": {"aggregation": "token_mean"},
         "train": {
             "steps": WARM_UP + STEPS,
-            "prompts_per_step": PROMPTS_PER_STEP,
-            "group_size": GROUP,
-            "micro_batch": ROWS,
+            "prompts_per_step": shape.prompts,
+            "group_size": shape.group,
+            "micro_batch": shape.rows,
             "seed": seed,
             "optimizer": {"lr": LR, "schedule": "linear"},
         },
@@ -147,7 +171,7 @@ def _report(clock: Clock, loaded: float) -> dict[str, Any]:
     return {"steps": clock.steps[WARM_UP:], "memory_mib": {"peak": peak, "peak above the loaded model": peak - loaded}}
 
 
-def side_ours(work: Path, seed: int) -> dict[str, Any]:
+def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     """Iterations of the toolkit's own trainer."""
     from visual_grpo.api import plan
     from visual_grpo.build import build_trainer
@@ -155,7 +179,7 @@ def side_ours(work: Path, seed: int) -> dict[str, Any]:
     from visual_grpo.distributed import Ranks
     from visual_grpo.run_folder import RunFolder
 
-    made = plan(run_config(work, seed))
+    made = plan(run_config(work, shape, seed))
     folder = RunFolder.create(work / "runs", made.config.name, config_yaml=to_yaml(made.config))
     clock = Clock()
     with Ranks() as ranks:
@@ -175,7 +199,7 @@ def side_ours(work: Path, seed: int) -> dict[str, Any]:
     return _report(clock, loaded)
 
 
-def trl_trainer(work: Path, seed: int, **options: Any) -> Any:
+def trl_trainer(work: Path, shape: Shape, seed: int, **options: Any) -> Any:
     """TRL's trainer with the same settings; gradient checkpointing (its default) is off, as on our side."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,11 +207,11 @@ def trl_trainer(work: Path, seed: int, **options: Any) -> Any:
 
     args = GRPOConfig(
         output_dir=str(work / "trl"),
-        per_device_train_batch_size=ROWS,
+        per_device_train_batch_size=shape.rows,
         gradient_accumulation_steps=1,
-        num_generations=GROUP,
-        max_completion_length=NEW_TOKENS,
-        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        num_generations=shape.group,
+        max_completion_length=shape.new_tokens,
+        generation_kwargs={"min_new_tokens": shape.new_tokens},
         max_steps=WARM_UP + STEPS,
         learning_rate=LR,
         gradient_checkpointing=False,
@@ -210,11 +234,11 @@ def trl_trainer(work: Path, seed: int, **options: Any) -> Any:
     )
 
 
-def side_trl(work: Path, seed: int) -> dict[str, Any]:
+def side_trl(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     """Training steps of TRL."""
     from transformers import TrainerCallback
 
-    trainer, clock = trl_trainer(work, seed), Clock()
+    trainer, clock = trl_trainer(work, shape, seed), Clock()
     loaded = _peak_mib()
     clock.watch(trainer, "_generate", "generate")
     clock.watch(trainer, "_prepare_inputs", "other")
@@ -231,23 +255,25 @@ def side_trl(work: Path, seed: int) -> dict[str, Any]:
     return _report(clock, loaded)
 
 
-def side_bare(work: Path, seed: int) -> dict[str, Any]:
-    """The model calls of a step and nothing else: prefill of 8 prompts, 63 tokens for 64 rows, one forward and backward pass."""
+def side_bare(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
+    """The plain model calls of a step and nothing else: prefill, the tokens of all rows, one pass over whole rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     torch.manual_seed(seed)
-    prompts = torch.randint(3, VOCABULARY, (PROMPTS_PER_STEP, PROMPT_TOKENS))
-    rows = torch.cat([prompts.repeat_interleave(GROUP, 0), torch.randint(3, VOCABULARY, (ROWS, NEW_TOKENS))], 1)
+    prompts = torch.randint(3, VOCABULARY, (shape.prompts, shape.prompt_tokens))
+    rows = torch.cat(
+        [prompts.repeat_interleave(shape.group, 0), torch.randint(3, VOCABULARY, (shape.rows, shape.new_tokens))], 1
+    )
     clock, loaded = Clock(), _peak_mib()
     clock.restart()
     for _ in range(WARM_UP + STEPS):
         with clock.phase("generate"):
-            _bare_generate(model, prompts)
+            _bare_generate(model, prompts, shape)
         with clock.phase("train"):
-            logits = model(input_ids=rows[:, :-1], use_cache=False, logits_to_keep=NEW_TOKENS).logits
-            logits.log_softmax(-1).gather(2, rows[:, -NEW_TOKENS:, None]).mean().backward()
+            logits = model(input_ids=rows[:, :-1], use_cache=False, logits_to_keep=shape.new_tokens).logits
+            logits.log_softmax(-1).gather(2, rows[:, -shape.new_tokens :, None]).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -256,14 +282,14 @@ def side_bare(work: Path, seed: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _bare_generate(model: Any, prompts: Tensor) -> None:
+def _bare_generate(model: Any, prompts: Tensor, shape: Shape) -> None:
     """Greedy tokens through the model's own cache."""
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     output = model.eval()(input_ids=prompts, use_cache=True, logits_to_keep=1)
     cache = getattr(output, name)
-    cache.batch_repeat_interleave(GROUP)
-    token = output.logits[:, -1].argmax(-1).repeat_interleave(GROUP)
-    for _ in range(NEW_TOKENS - 1):
+    cache.batch_repeat_interleave(shape.group)
+    token = output.logits[:, -1].argmax(-1).repeat_interleave(shape.group)
+    for _ in range(shape.new_tokens - 1):
         token = (
             model(input_ids=token[:, None], use_cache=True, logits_to_keep=1, **{name: cache}).logits[:, -1].argmax(-1)
         )

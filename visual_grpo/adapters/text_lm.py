@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from visual_grpo.adapters.generation import chunked_log_prob, generate, row_uniforms
 from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path
 from visual_grpo.adapters.protocol import MemoryPlan, PolicyAdapter, SamplingConfig
+from visual_grpo.adapters.shared_prompt import distinct_prompts, shared_prompt_reader
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
@@ -44,17 +45,26 @@ class TextSampling(SamplingConfig):
 
 
 @dataclass(kw_only=True)
-class ModelInputs:
-    """One forward pass over rows and where the wanted units' predictions stand in it."""
+class TokenRows:
+    """The rows of a log-prob pass and the tokens that are wanted of them."""
 
-    token_ids: Tensor
-    """[n, S] int64, prompt and completion, padded on the right."""
+    prompt_ids: list[Tensor]
+    """n tensors [L_i] int64."""
+    completions: Tensor
+    """[n, S] int64, padded on the right; without what stands after the last wanted token."""
+    read: Tensor
+    """[n] int64, tokens of each completion."""
     wanted: Tensor
     """[n, u] bool, True where the unit is a real token."""
-    places: Tensor
-    """[M] int64 into the flattened [n * S] positions: what predicts each wanted token, row by row."""
-    targets: Tensor
-    """[M] int64, the wanted tokens."""
+    row: Tensor
+    """[M] int64, the row of each wanted token, row by row."""
+    unit: Tensor
+    """[M] int64, its place in the completion."""
+
+    @property
+    def targets(self) -> Tensor:
+        """[M] int64, the wanted tokens."""
+        return self.completions[self.row, self.unit]
 
 
 class TextLMAdapter(PolicyAdapter):
@@ -75,6 +85,7 @@ class TextLMAdapter(PolicyAdapter):
         first_eos = self.eos_ids[0] if self.eos_ids else 0
         self.pad_id: int = first_eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._split = _splits_into_body_and_head(model)
+        self._reader = shared_prompt_reader(model) if self._split else None
         if not self.eos_ids:
             logger.warning("the model names no end-of-sequence token: every completion runs to sampling.max_new_tokens")
 
@@ -265,15 +276,15 @@ class TextLMAdapter(PolicyAdapter):
 
     def log_prob(self, rollouts: RolloutBatch, units: Tensor, *, entropy: bool = False) -> LogProb:
         """Replay tokens `units` at the temperature they were sampled at; 0 where a row has no such token."""
-        inputs = self._model_inputs(rollouts, units)
-        temperature = rollouts.data["temperature"].to(self.device)[:, None].expand(inputs.wanted.shape)[inputs.wanted]
-        source, head = self._predictions(inputs)
+        rows = self._token_rows(rollouts, units)
+        temperature = rollouts.data["temperature"].to(self.device)[rows.row]
+        source, head = self._predictions(rows)
         value, spread = chunked_log_prob(
-            source, head, inputs.targets, temperature, chunk=self.sampling.logits_chunk, entropy=entropy
+            source, head, rows.targets, temperature, chunk=self.sampling.logits_chunk, entropy=entropy
         )
 
         def by_unit(flat: Tensor) -> Tensor:
-            return flat.new_zeros(inputs.wanted.shape).masked_scatter(inputs.wanted, flat)
+            return flat.new_zeros(rows.wanted.shape).masked_scatter(rows.wanted, flat)
 
         return LogProb(value=by_unit(value), entropy=None if spread is None else by_unit(spread))
 
@@ -288,44 +299,74 @@ class TextLMAdapter(PolicyAdapter):
         same = [t == b for t, b in zip(training, behaviour, strict=True)]
         return [old if keep else new for old, new, keep in zip(stored, fresh, same, strict=True)]
 
-    def _model_inputs(self, rollouts: RolloutBatch, units: Tensor) -> ModelInputs:
-        """Lay out prompt and completion of each row; the only place that knows how rows become a forward pass."""
-        device, units = self.device, units.to(self.device)
-        prompt_ids = self._training_prompts(rollouts)
-        starts = torch.tensor([len(ids) for ids in prompt_ids], device=device)
-        prompts = nn.utils.rnn.pad_sequence(prompt_ids, batch_first=True, padding_value=self.pad_id).to(device)
-        completions, lengths = rollouts.data["completion_ids"].to(device), rollouts.data["lengths"].to(device)
+    def _token_rows(self, rollouts: RolloutBatch, units: Tensor) -> TokenRows:
+        units = units.to(self.device)
+        completions, lengths = rollouts.data["completion_ids"].to(self.device), rollouts.data["lengths"].to(self.device)
         # What stands after the last wanted token of the longest row changes nothing and is not computed.
-        last = int(units.max()) + 1 if len(units) else 0
-        read = lengths.clamp(max=last)
-        columns = torch.arange(int(read.max()), device=device)
-        completions = torch.where(columns < read[:, None], completions[:, : len(columns)], self.pad_id)
-        room = prompts.new_full((len(prompt_ids), len(columns)), self.pad_id)
-        token_ids = torch.cat([prompts, room], dim=1).scatter(1, starts[:, None] + columns, completions)
-        # The last token of a row predicts nothing that is asked for.
-        token_ids = token_ids[:, : max(int((starts + read).max()) - 1, 1)]
+        read = lengths.clamp(max=int(units.max()) + 1 if len(units) else 0)
+        columns = torch.arange(int(read.max()), device=self.device)
         wanted = units < lengths[:, None]
         row, unit = wanted.nonzero(as_tuple=True)
-        places = row * token_ids.shape[1] + starts[row] - 1 + units[unit]
-        return ModelInputs(token_ids=token_ids, wanted=wanted, places=places, targets=completions[row, units[unit]])
+        return TokenRows(
+            prompt_ids=self._training_prompts(rollouts),
+            completions=torch.where(columns < read[:, None], completions[:, : len(columns)], self.pad_id),
+            read=read,
+            wanted=wanted,
+            row=row,
+            unit=units[unit],
+        )
 
-    def _predictions(self, inputs: ModelInputs) -> tuple[Tensor, nn.Module]:
+    def _predictions(self, rows: TokenRows) -> tuple[Tensor, nn.Module]:
         """What predicts the wanted tokens and the layer that makes logits of it: ([M, D], head), or ([M, V], identity)."""
         head = self.model.get_output_embeddings()
         # Sharded weights are gathered by the model's own forward only.
-        if self._split and type(head.weight).__name__ != "DTensor":
-            hidden = self.model.base_model(input_ids=inputs.token_ids, use_cache=False)[0]
-            return hidden.flatten(0, 1).index_select(0, inputs.places), head
-        length = inputs.token_ids.shape[1]
+        split = self._split and type(head.weight).__name__ != "DTensor"
+        if split and self._reader is not None:
+            first, owner = distinct_prompts(rows.prompt_ids)
+            if len(first) < len(owner):
+                return self._shared_states(rows, first, torch.tensor(owner, device=self.device)), head
+        token_ids, places = self._whole_rows(rows)
+        if split:
+            hidden = self.model.base_model(input_ids=token_ids, use_cache=False)[0]
+            return hidden.flatten(0, 1).index_select(0, places), head
+        length = token_ids.shape[1]
         # Counted from the end, as transformers does: the positions from the first wanted prediction on.
-        keep = length - int((inputs.places % length).min()) if len(inputs.places) else 1
+        keep = length - int((places % length).min()) if len(places) else 1
         options = (
             {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         )
-        logits = self.model(input_ids=inputs.token_ids, use_cache=False, **options).logits
+        logits = self.model(input_ids=token_ids, use_cache=False, **options).logits
         kept = logits.shape[1]
-        places = inputs.places // length * kept + inputs.places % length - (length - kept)
+        places = places // length * kept + places % length - (length - kept)
         return logits.flatten(0, 1).index_select(0, places), nn.Identity()
+
+    def _whole_rows(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
+        """Prompt and completion one after the other: ([n, S] int64, where each wanted token is predicted in [n * S])."""
+        starts = self._lengths(rows.prompt_ids)
+        prompts = self._padded(rows.prompt_ids)
+        columns = torch.arange(rows.completions.shape[1], device=self.device)
+        room = prompts.new_full(rows.completions.shape, self.pad_id)
+        token_ids = torch.cat([prompts, room], dim=1).scatter(1, starts[:, None] + columns, rows.completions)
+        # The last token of a row predicts nothing that is asked for.
+        token_ids = token_ids[:, : max(int((starts + rows.read).max()) - 1, 1)]
+        return token_ids, rows.row * token_ids.shape[1] + starts[rows.row] - 1 + rows.unit
+
+    def _shared_states(self, rows: TokenRows, first: list[int], owner: Tensor) -> Tensor:
+        """[M, D] states that predict the wanted tokens: a completion's first token stands behind its prompt."""
+        assert self._reader is not None
+        prompts = [rows.prompt_ids[i] for i in first]
+        token_ids, lengths = self._padded(prompts), self._lengths(prompts)
+        completions = rows.completions[:, : max(int(rows.read.max()) - 1, 0)]
+        states = self._reader.read(token_ids, lengths, owner, completions)
+        behind = owner * token_ids.shape[1] + lengths[owner] - 1
+        within = token_ids.numel() + rows.row * completions.shape[1] + rows.unit - 1
+        return states.index_select(0, torch.where(rows.unit == 0, behind[rows.row], within))
+
+    def _padded(self, ids: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad_id).to(self.device)
+
+    def _lengths(self, ids: list[Tensor]) -> Tensor:
+        return torch.tensor([len(row) for row in ids], device=self.device)
 
     def decode(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Fill `texts`, without special tokens."""
