@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_grpo.adapters.kv_cache import GrowingCache, cache_name
 from visual_grpo.adapters.noise import row_seed
 from visual_grpo.errors import RunError, UserError
 
@@ -158,13 +159,13 @@ def _truncated(probs: Tensor, top_k: int | None, top_p: float) -> Tensor:
 class CachedModel:
     """A causal model with the KV cache of a left-padded batch, advanced one token a row at a time."""
 
-    def __init__(self, model: nn.Module, pad_id: int) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, pad_id: int, *, plain: bool = False) -> None:
+        """`plain`: the model takes the caches of `kv_cache`, which are faster than its own."""
+        self._model, self._plain = model, plain
         self._pad_id = pad_id
         self._device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
-        # transformers renamed the argument and the output; the old name warns where the new one exists.
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_name = cache_name(model)  # of the output too; the old name warns where the new one exists
         self._takes_positions = "position_ids" in parameters
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._cache: Any = None
@@ -178,7 +179,7 @@ class CachedModel:
         token_ids = torch.full((len(prompt_ids), width), self._pad_id)
         for row, ids in enumerate(prompt_ids):
             token_ids[row, width - len(ids) :] = ids
-        self._cache = None
+        self._cache = GrowingCache() if self._plain else None
         self._lengths = lengths.to(self._device)
         # Without padding no mask: the attention kernels are faster then.
         padded = bool((lengths < width).any())
@@ -212,6 +213,8 @@ class CachedModel:
     @property
     def can_select(self) -> bool:
         """Whether rows of the cache can be repeated and dropped (not so for recurrent states)."""
+        if self._plain:
+            return True
         layers = getattr(self._cache, "layers", None)
         return layers is not None and all(type(layer).__name__ in _SELECTABLE_LAYERS for layer in layers)
 
@@ -250,6 +253,7 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     share_prompts: bool = True,
+    plain_cache: bool = False,
 ) -> Generated:
     """Sample one completion a row with the model as it is (the caller has put it into evaluation mode).
 
@@ -261,11 +265,12 @@ def generate(
         pad_id: fills the places before a prompt and after a completion.
         temperature, top_k, top_p: see `pick_tokens`.
         share_prompts: prefill equal prompts once.
+        plain_cache: the model takes the caches of `kv_cache`.
 
     Raises:
         RunError: logits that are not finite.
     """
-    decoder = CachedModel(model, pad_id)
+    decoder = CachedModel(model, pad_id, plain=plain_cache)
     logits = _prefill_shared(decoder, prompt_ids) if share_prompts else decoder.prefill(prompt_ids)
     device, (count, limit) = logits.device, uniforms.shape
     uniforms, eos = uniforms.to(device), torch.tensor(list(eos_ids), dtype=torch.int64, device=device)

@@ -17,54 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_grpo.adapters.kv_cache import CompletionCache, KeyValueCache, PromptCache, cache_name, has_plain_layers
+
 logger = logging.getLogger(__name__)
-
-
-class PromptCache:
-    """What transformers' attention layers ask of a cache. It keeps the keys and values of the prompts, layer by layer.
-
-    A layer may write twice (activation checkpointing makes it again), and finds nothing of the prompts before them.
-    """
-
-    is_sliding = (False,)
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.states: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store [m, heads, P, d] keys and values and hand them back."""
-        self.states[layer_idx] = keys, values
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before those that are read now."""
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the first token that is read now."""
-        return self.get_seq_length(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the keys for `query_length` tokens."""
-        return self.get_seq_length(layer_idx) + query_length, 0
-
-
-class CompletionCache(PromptCache):
-    """Puts the keys and values of each row's prompt before its own, and keeps nothing."""
-
-    def __init__(self, prompts: PromptCache, owner: Tensor, width: int) -> None:
-        super().__init__()
-        self.states, self._owner, self._width = dict(prompts.states), owner, width
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """[n, heads, P + S, d] keys and values."""
-        before = [state[self._owner] for state in self.states[layer_idx]]
-        return torch.cat([before[0], keys], dim=-2), torch.cat([before[1], values], dim=-2)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The padded length of the prompts."""
-        return self._width
 
 
 class SharedPromptReader:
@@ -90,7 +45,7 @@ class SharedPromptReader:
         with cached_recomputation(self._body):
             states = [self._states(prompt_ids, prompts)]
             if completions.shape[1] > 0:
-                rows = CompletionCache(prompts, owner, width)
+                rows = CompletionCache(prompts, owner)
                 columns = torch.arange(completions.shape[1], device=device)
                 lengths = prompt_lengths[owner, None]
                 options = {"position_ids": lengths + columns}
@@ -100,14 +55,9 @@ class SharedPromptReader:
                 states.append(self._states(completions, rows, **options))
         return torch.cat([state.flatten(0, 1) for state in states])
 
-    def _states(self, token_ids: Tensor, cache: PromptCache, **options: Tensor) -> Tensor:
+    def _states(self, token_ids: Tensor, cache: KeyValueCache, **options: Tensor) -> Tensor:
         states: Tensor = self._body(input_ids=token_ids, use_cache=False, **{self._cache_name: cache}, **options)[0]
         return states
-
-
-def cache_name(body: nn.Module) -> str:
-    """How the body calls its cache: transformers renamed the argument."""
-    return "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
 
 
 @contextmanager
@@ -141,7 +91,7 @@ def distinct_prompts(prompt_ids: Sequence[Tensor]) -> tuple[list[int], list[int]
 
 @torch.no_grad()
 def shared_prompt_reader(model: Any) -> SharedPromptReader | None:
-    """A reader for a model whose attention can share prompts; None, and a line in the log, for another.
+    """A reader for a model that takes the caches of `kv_cache`; None, and a line in the log, for another.
 
     Which models can is measured, on two short prompts of different lengths.
     """
@@ -152,20 +102,19 @@ def shared_prompt_reader(model: Any) -> SharedPromptReader | None:
         reason = _difference(body, reader)
     if reason is None:
         return reader
-    logger.info("the prompt of a group is read once a row in the log-prob pass: %s", reason)
+    logger.info(
+        "log-probs read the prompt of a group once a row, and the sampler joins its cache at every token: %s", reason
+    )
     return None
 
 
 def _obstacle(body: Any) -> str | None:
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     parameters = inspect.signature(body.forward).parameters
     if not {"position_ids", "attention_mask", cache_name(body)} <= parameters.keys():
         return f"{type(body).__name__} takes no positions, mask or cache"
-    kinds = {type(layer) for layer in DynamicCache(config=body.config).layers}
-    if kinds - {DynamicLayer}:
+    if not has_plain_layers(body):
         return f"{type(body).__name__} has layers without a plain key-value cache"
     checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in body.modules())
     if checkpointed and not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache"):

@@ -85,7 +85,7 @@ class TextLMAdapter(PolicyAdapter):
         first_eos = self.eos_ids[0] if self.eos_ids else 0
         self.pad_id: int = first_eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._split = _splits_into_body_and_head(model)
-        self._reader = shared_prompt_reader(model) if self._split else None
+        self._reader = shared_prompt_reader(model)
         if not self.eos_ids:
             logger.warning("the model names no end-of-sequence token: every completion runs to sampling.max_new_tokens")
 
@@ -187,6 +187,7 @@ class TextLMAdapter(PolicyAdapter):
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
+                plain_cache=self._reader is not None,
             )
         finally:
             self.model.train(training)
