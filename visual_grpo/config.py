@@ -48,12 +48,15 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where the training prompts come from."""
 
-    source: str = Field(description="testbed/NAME, a .txt, .jsonl or .parquet file, or a hub data set id")
+    source: str = Field(
+        description="testbed/NAME, reasoning_gym/NAME, a .txt, .jsonl or .parquet file, or a hub data set id"
+    )
     split: str = "train"
     prompt_column: str = "prompt"
     answer_column: str | None = Field(None, description="copied to metadata['answer']")
     system_prompt: str | None = None
     limit: Positive | None = None
+    options: dict[str, Any] = Field(default_factory=dict, description="of a reasoning_gym data set: max_terms: 3")
     shuffle: bool = True
     balance: str | None = Field(None, description="metadata key whose values take turns, for example tag")
 

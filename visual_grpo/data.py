@@ -17,6 +17,7 @@ from torch import Tensor
 from visual_grpo.config import DataConfig
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.puzzles import puzzles
 from visual_grpo.registry import load_object
 from visual_grpo.seeding import seeded_generator
 from visual_grpo.types import PromptBatch
@@ -27,6 +28,8 @@ TESTBED = {
     "arithmetic": "visual_grpo.testbed.arithmetic:split_prompts",
 }
 """Worlds that need no file: functions that give (train, held-out) lists of metadata with a `prompt`."""
+MADE = ("testbed/", "reasoning_gym/")
+"""Sources that are made here and not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class PromptRow:
 
 
 def load_prompts(config: DataConfig) -> list[PromptRow]:
-    """Read a prompt set: `testbed/NAME`, a .txt (one prompt a line), .jsonl or .parquet file, or a hub data set id.
+    """Read a prompt set: `testbed/NAME`, `reasoning_gym/NAME`, a .txt (a prompt a line), .jsonl or .parquet file, or a hub id.
 
     Raises:
         UserError: missing, empty or malformed, with the line and what to change.
@@ -46,10 +49,14 @@ def load_prompts(config: DataConfig) -> list[PromptRow]:
     source = config.source
     if source.startswith("testbed/"):
         records = _testbed(source.removeprefix("testbed/"), config.split)
+    elif source.startswith("reasoning_gym/"):
+        records = puzzles(source.removeprefix("reasoning_gym/"), config.split, config.limit, config.options)
     elif is_local(source):
         records = _read_file(Path(os.path.expanduser(source)))
     else:
         records = _hub(source, config.split)
+    if config.options and not source.startswith("reasoning_gym/"):
+        raise UserError(f"data.options belong to a reasoning_gym/NAME source, not to {source!r}; remove them")
     rows = [_row(record, number, config) for number, record in enumerate(records, 1)]
     if not rows:
         raise UserError(f"prompt set {source!r} (split {config.split!r}) holds no prompt")

@@ -11,7 +11,7 @@ from visual_grpo.api import Plan
 from visual_grpo.batching import check_geometry
 from visual_grpo.build import build_suite, eval_data, read_prompts
 from visual_grpo.config import to_yaml
-from visual_grpo.data import is_local
+from visual_grpo.data import MADE, is_local
 from visual_grpo.distributed import launched_processes
 from visual_grpo.policy import choose_trainable, inject_lora
 
@@ -20,7 +20,7 @@ def missing_prompts(sources: Sequence[str]) -> list[str]:
     """A note for each prompt set that is not here: a plan needs none, and a data set of the hub would be downloaded."""
     notes = []
     for source in dict.fromkeys(sources):
-        if source.startswith("testbed/"):
+        if source.startswith(MADE):
             continue
         if not is_local(source):
             notes.append(f"prompts were not checked: {source!r} is a data set of the hub")

@@ -68,3 +68,31 @@ def grpo_deepseekmath_7b() -> RunConfig:
         ),
         eval=EvalConfig(source="data/math_test.jsonl", every=50, samples=500, final_samples=500, batch=64),
     )
+
+
+def grpo_smollm2_135m() -> RunConfig:
+    """GRPO on SmolLM2-135M-Instruct, sums of two or three numbers from reasoning-gym; `model.path` may be a local folder.
+
+    A small real model with its chat template, for a laptop. All settings are our choice.
+    """
+    return RunConfig(
+        name="grpo_smollm2_135m",
+        summary="GRPO on SmolLM2-135M-Instruct: sums from reasoning-gym, on a laptop",
+        model=ModelConfig(adapter="text_lm", path="HuggingFaceTB/SmolLM2-135M-Instruct"),
+        method=["grpo"],
+        data=DataConfig(
+            source="reasoning_gym/chain_sum",
+            options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+            system_prompt="Answer with the number alone.",
+        ),
+        rewards={"reasoning_gym": RewardConfig()},
+        sampling={"max_new_tokens": 16, "temperature": 1.0},
+        train=TrainConfig(
+            steps=100,
+            prompts_per_step=8,
+            group_size=8,
+            micro_batch=32,
+            optimizer=OptimizerConfig(lr=1e-5, warmup_steps=5),
+        ),
+        eval=EvalConfig(every=25, samples=100, final_samples=200, batch=100),
+    )
