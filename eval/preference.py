@@ -26,7 +26,7 @@ from visual_grpo.types import RewardStatus
 __all__ = ["DRAWBENCH_SCALE", "SAMPLES", "evaluate", "table_scale"]
 
 SAMPLES = 1
-DRAWBENCH_SCALE = {"pickscore": 26.0, "unified_reward": 5.0, "unifiedreward": 5.0, "deqa": 5.0}
+DRAWBENCH_SCALE = {"pickscore": 26.0, "unified_reward": 5.0, "deqa": 5.0}
 """From flow_grpo's reward to the table's scale."""
 
 
@@ -71,7 +71,7 @@ def evaluate(
     Args:
         images, prompts: see `find_samples`.
         out: result folder (see `visual_grpo.eval.protocol`).
-        rewards: names ("pickscore,hpsv2"), or {name: settings as in a run's config}.
+        rewards: names ("pickscore,hps_v2"), or {name: settings as in a run's config}.
         scale: "drawbench" (the published table's) or "reward" (what training sees).
         device: for rewards that are models; None: CUDA if there is one, else the CPU.
         batch_size: images at a time.
