@@ -194,12 +194,13 @@ def test_a_run_goes_on_beside_all_of_it(flag, unused_port):
     kinds = ("fork bomb", "10 GB", "endless loop", "deleting", "socket", "environment")
     bad = [HARM[kind].replace("PORT", str(unused_port.getsockname()[1])) for kind in kinds] + [CHEATS["builtins"]]
     texts = [GOOD_PROGRAM, *bad, GOOD_PROGRAM]
+    made = RewardRequest.build(["p"] * len(texts), texts=texts, metadata=[{"tests": CASES}] * len(texts))
     with RewardSuite({"code": {"params": {"seconds": 1, "memory_mb": 256}}}) as suite:
-        for _ in range(2):
-            made = RewardRequest.build(["p"] * len(texts), texts=texts, metadata=[{"tests": CASES}] * len(texts))
-            batch = suite.submit(made).result(120)
-            assert batch.values[:, 0].tolist() == [1.0, *[0.0] * len(bad), 1.0]
-            assert (batch.status == RewardStatus.OK).all()
+        batch = suite.submit(made).result(120)
+        assert batch.values[:, 0].tolist() == [1.0, *[0.0] * len(bad), 1.0]
+        assert (batch.status == RewardStatus.OK).all()
+        again = suite.submit(made.take([0])).result(120)
+        assert again.values.item() == 1.0
     assert flag.read_text() == "here"
     assert not leftovers()
 
