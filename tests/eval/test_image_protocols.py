@@ -257,6 +257,15 @@ class TestPreference:
         assert found["means"] == {"brightness": pytest.approx(0.1875, abs=1e-3), "half": 0.5}
         assert found["not_applicable"] == {"brightness": 0, "half": 2}
         assert found["table"][0]["prompts"] == 4
+        assert [row["group"] for row in found["table"]] == ["", ""]
+        styles = [
+            ({"prompt": f"p{i}", "tag": "photo" if i < 3 else "anime"}, [torch.full((3, 8, 8), i / 8)])
+            for i in range(4)
+        ]
+        tagged = preference.evaluate(images=folder_of(tmp_path / "styles", styles), rewards={"brightness": {}})
+        by_style = {row["figure"]: row["value"] for row in tagged["table"] if row["group"] == "brightness"}
+        assert by_style == {"photo": pytest.approx(1 / 8, abs=1e-3), "anime": pytest.approx(3 / 8, abs=2e-3)}
+        assert tagged["means"] == {"brightness": pytest.approx(1.5 / 8, abs=1e-3)}  # over all images
         assert preference.table_scale("pickscore", Scaled()) == 26.0
         assert preference.table_scale("unified_reward", None) == 5.0
         assert (tmp_path / "out" / "successes.png").is_file()
