@@ -1,7 +1,8 @@
 """T2I-CompBench (arXiv 2307.06350): attributes by a judge; 2D spatial relations and numeracy by a detector.
 
-Protocol: the validation prompts of a category (300), 10 images each. Non-spatial prompts are `eval preference rewards=clipscore`;
-3D spatial (depth) is not here. Published figures use UniDet and BLIP-VQA.
+Protocol: the validation prompts of a category (300), 10 images each. Non-spatial prompts are `eval preference
+rewards=clip_score`; 3D spatial (depth) and the complex category are not here. Published figures use UniDet and BLIP-VQA; their
+numeracy counts boxes of one class that overlap by 0.9 once.
 """
 
 from __future__ import annotations

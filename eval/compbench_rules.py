@@ -34,6 +34,8 @@ _IRREGULAR = {
     "mice": "mouse",
     "geese": "goose",
 }
+_PEOPLE = frozenset({"boy", "girl", "man", "woman"})
+"""The detectors know persons only, as in the reference."""
 _SKIPPED = {"top", "the top", "the side", "the left", "the right", "the bottom"}
 _ARTICLE = re.compile(r"^(?:a|an|the|one)\s+")
 
@@ -68,12 +70,12 @@ def position_score(a: Box, b: Box, place: str, *, near: float = 150.0) -> float:
     dx, dy = (a[0] + a[2] - b[0] - b[2]) / 2, (a[1] + a[3] - b[1] - b[3]) / 2
     if place == "near":
         return 1.0 if abs(dx) < near or abs(dy) < near else near / max(abs(dx), abs(dy))
-    wide = abs(dx) > abs(dy)
+    wide, tall = abs(dx) > abs(dy), abs(dy) > abs(dx)  # neither on a diagonal
     right_side = {
         "left": wide and dx < 0,
         "right": wide and dx > 0,
-        "top": not wide and dy < 0,
-        "bottom": not wide and dy > 0,
+        "top": tall and dy < 0,
+        "bottom": tall and dy > 0,
     }[place]
     if not right_side:
         return 0.0
@@ -107,14 +109,15 @@ def attribute_score(probabilities: Sequence[float]) -> float:
 
 
 def lookup(found: Mapping[str, Sequence[Any]], phrase: str) -> list[Any]:
-    """Detections of what a phrase names: whole or its last word, in the plural or not.
+    """Detections of what a phrase names: whole or its last word, in the plural or not; a boy, girl, man or woman is a person.
 
-    >>> lookup({"wine glass": [1, 2]}, "wine glasses")
-    [1, 2]
+    >>> lookup({"wine glass": [1, 2]}, "wine glasses"), lookup({"person": [3]}, "two women")
+    ([1, 2], [3])
     """
     words = phrase.split()
     for text in (phrase, words[-1] if words else ""):
-        for name in (text, *_singulars(text)):
+        names = [text, *_singulars(text)]
+        for name in (*names, *(["person"] if _PEOPLE.intersection(names) else [])):
             if name in found:
                 return list(found[name])
     return []

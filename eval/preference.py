@@ -26,7 +26,7 @@ from visual_grpo.types import RewardStatus
 __all__ = ["DRAWBENCH_SCALE", "SAMPLES", "evaluate", "table_scale"]
 
 SAMPLES = 1
-DRAWBENCH_SCALE = {"pickscore": 26.0, "unified_reward": 5.0, "unifiedreward": 5.0, "deqa": 5.0}
+DRAWBENCH_SCALE = {"pickscore": 26.0, "unified_reward": 5.0, "deqa": 5.0}
 """From flow_grpo's reward to the table's scale."""
 
 
@@ -71,7 +71,7 @@ def evaluate(
     Args:
         images, prompts: see `find_samples`.
         out: result folder (see `visual_grpo.eval.protocol`).
-        rewards: names ("pickscore,hpsv2"), or {name: settings as in a run's config}.
+        rewards: names ("pickscore,hps_v2"), or {name: settings as in a run's config}.
         scale: "drawbench" (the published table's) or "reward" (what training sees).
         device: for rewards that are models; None: CUDA if there is one, else the CPU.
         batch_size: images at a time.
@@ -79,7 +79,8 @@ def evaluate(
         model, adapter: not used; a model is sampled before this is called.
 
     Returns:
-        means: reward -> mean in the chosen scale; failed, not_applicable: reward -> images; table.
+        means: reward -> mean in the chosen scale; failed, not_applicable: reward -> images; table, with a row for each reward and
+        tag where the prompts have tags.
 
     Raises:
         UserError: no images, an unknown reward or scale.
@@ -122,9 +123,19 @@ def evaluate(
         "images": len(lines),
         "failed": {name: sum(line["status"][name] == "failed" for line in lines) for name in names},
         "not_applicable": {name: sum(line["status"][name] == "not_applicable" for line in lines) for name in names},
-        "table": rows,
+        "table": rows + _by_tag(lines, scales),
     }
     return finish(summary, lines, out=out, verdict=_best_and_worst(lines, names), grid=grid)
+
+
+def _by_tag(lines: Sequence[Mapping[str, Any]], scales: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each reward and tag of the prompts, such as the four styles of the HPS benchmark."""
+    tags = dict.fromkeys(line["tag"] for line in lines if "tag" in line)
+    return [
+        figure(str(tag), [line for line in lines if line.get("tag") == tag], name, scale=scale, group=name)
+        for name, scale in scales.items()
+        for tag in tags
+    ]
 
 
 def _line(prompt: str, sample: ImageSample, names: Sequence[str], found: Any, row: int) -> dict[str, Any]:

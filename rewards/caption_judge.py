@@ -4,8 +4,8 @@ Source: BalCapRL (arXiv 2605.07394); card caption_gdpo, section 3; prompts of ou
 true AND pointable / claims, read by a VLM that sees the image; C = units of the reference that the caption states / units; Q
 = mean of clarity, fluency and coherence, and 0 where the caption's length / the reference's is outside [0.5, 2]. An empty
 caption, or one without claims, scores 0; an unreadable reply is a failed row. Rows without a reference caption are not
-applicable to C, and to Q its length condition is not. Use the three together, as rewards of their own, under the method
-`gdpo`.
+applicable to C, and to Q its length condition is not. Use the three together, as rewards of their own, under
+`combine: gdpo`.
 """
 
 from __future__ import annotations

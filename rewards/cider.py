@@ -23,7 +23,7 @@ from visual_grpo.errors import UserError
 from visual_grpo.json_lines import read_jsonl
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 
-__all__ = ["Cider", "Corpus", "cider_d"]
+__all__ = ["Cider", "Corpus", "cider_d", "reference_texts"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Corpus:
                 f"cider: corpus {str(path)!r} is no file; give a .jsonl or .txt file of reference captions."
             )
         if path.suffix == ".jsonl":
-            images = [_references(line) for line in read_jsonl(path)]
+            images = [reference_texts(line) for line in read_jsonl(path)]
         else:
             images = [[line] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if not all(images) or len(images) < 2:
@@ -139,7 +139,7 @@ class Cider(Reward):
 
     def __call__(self, request: RewardRequest) -> RewardOutput:
         assert request.texts is not None
-        references = [_references(row.get(self.references_key)) for row in request.metadata]
+        references = [reference_texts(row.get(self.references_key)) for row in request.metadata]
         corpus = self.corpus
         if corpus is None:
             corpus = Corpus.of(dict.fromkeys(tuple(texts) for texts in references if texts))
@@ -155,7 +155,8 @@ class Cider(Reward):
         )
 
 
-def _references(given: Any) -> list[str]:
+def reference_texts(given: Any) -> list[str]:
+    """Reference captions of a metadata column: a list, one text, or an object that holds them; blank ones are left out."""
     if isinstance(given, Mapping):
         given = next((given[key] for key in ("references", "captions", "caption") if given.get(key)), None)
     items = given if isinstance(given, (list, tuple)) else [given]

@@ -1,6 +1,7 @@
 """GenEval's own kind of detector: Mask2Former Swin-S on COCO instances, colours by OpenAI's CLIP ViT-L/14, zero-shot.
 
-Source: djghosh13/geneval (mmdet weights and open_clip; here the transformers port of the same weights).
+Source: djghosh13/geneval (mmdet weights and open_clip; here the transformers port of the same weights). OpenAI trained CLIP with
+QuickGELU; the open_clip of GenEval's time put it in by itself, today's does only under the name "-quickgelu".
 Range of scores [0, 1]: class probability times mean mask probability.
 """
 
@@ -139,7 +140,7 @@ class Mask2FormerDetector:
         self,
         *,
         model: str = "facebook/mask2former-swin-small-coco-instance",
-        color_model: str = "ViT-L-14",
+        color_model: str = "ViT-L-14-quickgelu",
         color_weights: str = "openai",
         threshold: float = 0.3,
         device: str | None = None,

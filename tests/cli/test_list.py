@@ -27,16 +27,26 @@ def test_json_is_a_list_of_names_and_summaries(kind: str, capsys: pytest.Capture
     assert "summary" in capsys.readouterr().out
 
 
-def test_rewards_of_downloaded_weights_state_range_size_and_licence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_reward_states_its_range_and_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "rewards", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    for name in ("aesthetic", "clip_score", "hps_v2", "image_reward", "iqa", "nsfw", "dino_similarity", "pickscore"):
-        assert rows[name]["range"]
-        assert rows[name]["size"]
+    builtin = {name: row for name, row in rows.items() if row["origin"] == "built-in"}
+    for name, row in builtin.items():
+        assert row["range"], name
+        assert row["size"], name
+        assert ("licence" in row) == (row["size"] != "no weights"), name
+    judges = ("llm_judge", "rubric", "vlm_judge", "vqa_score", "deqa", "unified_reward", "hps_v3", "caption_coverage")
+    for name in ("aesthetic", "clip_score", "hps_v2", "image_reward", "iqa", "nsfw", "ocr", "pickscore", *judges):
         assert rows[name]["licence"]
-    assert "licence" not in rows["brightness"]
+    assert rows["math_verify"]["size"] == rows["brightness"]["size"] == "no weights"
+
+
+def test_a_narrow_terminal_breaks_no_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["list", "rewards"]) == 0
-    assert "licence" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "licence" in shown
+    assert [name for name in REWARDS.names() if f" {name} " not in shown] == []
 
 
 def test_listing_imports_no_heavy_library() -> None:

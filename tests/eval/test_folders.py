@@ -89,6 +89,11 @@ class TestGenEval:
         recomputed = geneval.summarise(lines)
         assert recomputed == {key: summary[key] for key in recomputed}
         assert json.loads((tmp_path / "results" / "summary.json").read_text())["overall"] == 0.5
+        tasks = "".join(f"{tag:<16} = 50.00% (1 / 2)\n" for tag in ("single_object", "counting", "position", "colors"))
+        assert (tmp_path / "results" / "summary_scores.txt").read_text() == (
+            "Summary\n=======\nTotal images: 8\nTotal prompts: 4\n% correct images: 50.00%\n% correct prompts: 100.00%\n\n"
+            f"Task breakdown\n==============\n{tasks}\nOverall score (avg. over tasks): 0.50000\n"
+        )
 
     def test_a_flat_folder_with_a_prompt_file(self, tmp_path, prompt_file):
         flat = tmp_path / "flat"

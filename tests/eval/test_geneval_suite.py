@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +103,15 @@ def test_every_published_prompt_follows_from_its_clauses():
     metadata = shared_data.geneval_metadata()
     assert [render(row) for row in metadata] == [row["prompt"] for row in metadata]
     assert {row["include"][0]["class"] for row in metadata if row["tag"] == "single_object"} == set(coco_classes())
+    counting = [row for row in metadata if row["tag"] == "counting"]
+    assert all(row["exclude"][0]["count"] == row["include"][0]["count"] + 1 for row in counting)
+    counts = Counter(row["include"][0]["count"] for row in counting)
+    relations = Counter(row["include"][1]["position"][0] for row in metadata if row["tag"] == "position")
+    if (
+        shared_data.shared_file("geneval/evaluation_metadata.jsonl") is not None
+    ):  # the published file, not our own prompts
+        assert counts == {2: 26, 3: 28, 4: 26}
+        assert relations == {"below": 28, "right of": 27, "above": 26, "left of": 19}
 
 
 class TestPrompts:

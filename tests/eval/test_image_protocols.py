@@ -63,6 +63,8 @@ class TestCompBench:
             (A, (20, 300, 120, 400), "top", 1.0),
             ((20, 300, 120, 400), A, "bottom", 1.0),
             (A, (50, 0, 150, 100), "left", 0.1 / (1 / 3)),
+            (A, (300, 300, 400, 400), "left", 0.0),  # on the diagonal neither axis is the larger one
+            (A, (300, 300, 400, 400), "top", 0.0),
             (A, B, "near", 1.0),  # 20 pixels apart in height
             (A, (300, 200, 400, 300), "near", 150 / 300),
         ],
@@ -95,7 +97,9 @@ class TestCompBench:
             "knives": 3, "cup": 1, "wine glasses": 2
         }  # fmt: skip
         assert lookup({"knife": [1]}, "knives") == lookup({"knife": [1]}, "sharp knives") == [1]
-        assert lookup({"person": [1, 2]}, "people") == [1, 2]
+        assert lookup({"person": [1, 2]}, "people") == lookup({"person": [1, 2]}, "three boys") == [1, 2]
+        assert lookup({"person": [1]}, "a tall woman") == [1]
+        assert lookup({"person": [1], "man": [2]}, "man") == [2]
         assert noun_phrases({"prompt": "a photo of a red ring and a blue cross"}) == ["a red ring", "a blue cross"]
         assert noun_phrases({"prompt": "x", "phrases": ["a wooden ring"]}) == ["a wooden ring"]
 
@@ -253,6 +257,15 @@ class TestPreference:
         assert found["means"] == {"brightness": pytest.approx(0.1875, abs=1e-3), "half": 0.5}
         assert found["not_applicable"] == {"brightness": 0, "half": 2}
         assert found["table"][0]["prompts"] == 4
+        assert [row["group"] for row in found["table"]] == ["", ""]
+        styles = [
+            ({"prompt": f"p{i}", "tag": "photo" if i < 3 else "anime"}, [torch.full((3, 8, 8), i / 8)])
+            for i in range(4)
+        ]
+        tagged = preference.evaluate(images=folder_of(tmp_path / "styles", styles), rewards={"brightness": {}})
+        by_style = {row["figure"]: row["value"] for row in tagged["table"] if row["group"] == "brightness"}
+        assert by_style == {"photo": pytest.approx(1 / 8, abs=1e-3), "anime": pytest.approx(3 / 8, abs=2e-3)}
+        assert tagged["means"] == {"brightness": pytest.approx(1.5 / 8, abs=1e-3)}  # over all images
         assert preference.table_scale("pickscore", Scaled()) == 26.0
         assert preference.table_scale("unified_reward", None) == 5.0
         assert (tmp_path / "out" / "successes.png").is_file()

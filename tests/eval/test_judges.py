@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,37 +19,6 @@ from visual_grpo.rewards.vqa_models import load_judge as image_judge
 
 FAST = {"retry_wait_s": 0.01, "timeout_s": 5.0}
 RED = torch.tensor([0.9, 0.1, 0.1])[:, None, None].expand(3, 40, 64)
-
-
-@pytest.fixture(scope="module")
-def judges() -> Any:
-    """The server and the tiny models of the judge rewards' tests."""
-    full = "visual_grpo_tests_rewards_judges"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parents[1] / "rewards" / "judges.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
-@pytest.fixture
-def serve(judges):
-    started = []
-
-    def start(answer):
-        started.append(judges.JudgeServer(answer))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
-
-
-@pytest.fixture(scope="module")
-def tiny_vlm(judges, tmp_path_factory):
-    return judges.tiny_vlm(tmp_path_factory.mktemp("vlm"))
 
 
 @pytest.fixture

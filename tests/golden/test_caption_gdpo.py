@@ -11,6 +11,8 @@ from torch import Tensor
 from visual_grpo.advantages import decoupled_advantages, decoupled_sums, group_advantages
 from visual_grpo.combination import combined_advantages, group_ranks, signal, token_whitened
 from visual_grpo.config import RunConfig
+from visual_grpo.config_rewards import RewardConfig
+from visual_grpo.normalise import Normalisers
 from visual_grpo.types import RewardBatch
 
 NAN = float("nan")
@@ -131,6 +133,16 @@ def test_ranks_are_the_double_argsort_over_the_group_size() -> None:
     close(group_ranks(values, ids)[:4], (double - double.mean()).tolist())
     close(group_ranks(values, ids)[4:], [0.25, -0.25])
     close(group_ranks(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0, 0, 0])), [0, 0, 0])
+
+
+def test_the_peers_scales_of_pickscore() -> None:
+    """Section 2: Flow-GRPO s / 26, MixGRPO (s - 18) / 8, DanceGRPO the cosine, of s = 100 cosine."""
+    scaled = torch.tensor([18.0, 22.0, 26.0], dtype=torch.float64)
+    close(scaled / 26, [0.692308, 0.846154, 1.0])
+    undivided = {"reward": "pickscore", "params": {"divisor": 1}}
+    for how, expected in (({"low": 18, "high": 26}, [0, 0.5, 1]), ({"low": 0, "high": 100}, [0.18, 0.22, 0.26])):
+        reward = RewardConfig(**undivided, normalise={"kind": "min_max", **how})
+        close(Normalisers({"a": reward})(batch(scaled.tolist())).values[:, 0], expected)
 
 
 @pytest.mark.parametrize("level", ["rows", "tokens"])

@@ -5,11 +5,13 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.functional import interpolate
+from transformers import CLIPImageProcessor
 
 from visual_grpo.reward import RewardRequest, to_pil
 from visual_grpo.rewards.aesthetic import AestheticHead
-from visual_grpo.rewards.clip_score import VARIANTS, clip_score
+from visual_grpo.rewards.clip_score import VARIANTS, clip_score, ref_clip_score
 from visual_grpo.rewards.hps_v2 import hps_pixels
+from visual_grpo.rewards.hps_v3 import PIXELS, reward_head
 from visual_grpo.rewards.image_reward import clip_transform, standardise
 from visual_grpo.rewards.loading import features
 
@@ -32,6 +34,28 @@ def test_the_three_clip_scores():
     assert VARIANTS["paper"].prefix == "A photo depicts "
     assert VARIANTS["paper"].model.endswith("vit-base-patch32")
     assert VARIANTS["diffusion_nft"].model == VARIANTS["torchmetrics"].model == "openai/clip-vit-large-patch14"
+
+
+def test_ref_clip_score_is_a_harmonic_mean_clamped_at_0():
+    """2 a b / (a + b) of a = 2.5 max(c, 0) and b = max(largest reference cosine, 0), by hand; 0 where one is 0, also both."""
+    cosine = torch.tensor([0.3, 0.3, 0.3, -0.1, -0.1], dtype=torch.float64)
+    nearest = torch.tensor([0.8, 0.5, -0.2, 0.8, -0.2], dtype=torch.float64)
+    found = ref_clip_score(clip_score(cosine, VARIANTS["refclip"]), nearest)
+    assert found.tolist() == pytest.approx([1.2 / 1.55, 0.6, 0.0, 0.0, 0.0], abs=1e-12)
+    assert found[0].item() == pytest.approx(0.774194, abs=1e-6)
+    assert (VARIANTS["refclip"].prefix, VARIANTS["refclip"].model) == (
+        VARIANTS["paper"].prefix,
+        VARIANTS["paper"].model,
+    )
+
+
+def test_hps_v3_size_and_head():
+    assert PIXELS == 200704
+    head = reward_head(3584)
+    shapes = [tuple(layer.weight.shape) for layer in head if isinstance(layer, torch.nn.Linear)]
+    assert shapes == [(1024, 3584), (16, 1024), (2, 16)]
+    assert [type(layer).__name__ for layer in head] == ["Linear", "ReLU", "Dropout", "Linear", "ReLU", "Linear"]
+    assert head[2].p == 0.05
 
 
 def test_a_zero_feature_stays_zero():
@@ -83,6 +107,12 @@ def test_pixels_reach_a_model_at_full_contrast():
     pixels = clip_transform(32)(to_pil(ramp)[0])
     assert pixels.min() < -1.4
     assert pixels.max() > 1.8
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    black = processor(
+        images=torch.tensor([0.0, 1.0]).repeat(32).expand(3, 64, 64), do_resize=False, return_tensors="pt"
+    )
+    assert black["pixel_values"].min().item() == pytest.approx(-1.79, abs=5e-3)
+    assert black["pixel_values"].max().item() == pytest.approx(-1.47, abs=5e-3)
 
 
 def test_tensor_and_pil_resizes_are_near_but_not_equal():

@@ -151,6 +151,11 @@ OCR = [
     ("", "Hello World", 0.0),
     ("Helo World and more text", "Hello World", 0.0),
     ("abcdefghijklmnopqrstuvwxyz", "Hello World", 0.0),
+    # peer_reward_recipes, section 8
+    ("hello world!", "Hello World", 1.0),
+    ("helo wrld", "Hello World", 0.8),
+    ("a long text about something else", "NASA 2049", 0.0),
+    ("", "NASA 2049", 0.0),
 ]
 
 

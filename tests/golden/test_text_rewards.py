@@ -19,7 +19,8 @@ from visual_grpo.rewards.iou import box_overlap, match_boxes
 from visual_grpo.rewards.judge import Failure
 from visual_grpo.rewards.repetition import repeated_share
 from visual_grpo.rewards.rubric import rubric_value
-from visual_grpo.rewards.unified_reward import FINAL
+from visual_grpo.rewards.unified_reward import FINAL, THREE
+from visual_grpo.rewards.vlm_judge import VlmJudge
 from visual_grpo.rewards.vqa_accuracy import normalise_vqa, soft_accuracy
 
 
@@ -112,6 +113,13 @@ def test_unified_reward_parsing():
     assert read("Final Score:4") == pytest.approx(0.8)
     for junk in ("", "Final Score: x", "Final Score: 0", "Final Score: 5.9", "final score: 3", "Final Score: ٣"):
         assert isinstance(read(junk), Failure)
+
+
+def test_marks_of_unified_reward_2_and_of_the_qwen_vl_judge():
+    reply = "Alignment Score (1-5): 4.5\nCoherence Score (1-5): 3\nStyle Score (1-5): 2.25"
+    assert [scale.read(reply) for scale in THREE.values()] == pytest.approx([0.9, 0.6, 0.45])
+    assert VlmJudge().scale.read("fine light <Score>4</Score>") == pytest.approx(0.8)
+    assert isinstance(VlmJudge().scale.read("Score: 4"), Failure)
 
 
 VERDICTS = np.array([[1, 1, 0, 1, 0], [1, 0, 0, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 1, 1]], dtype=float)

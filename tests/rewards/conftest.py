@@ -1,6 +1,5 @@
 """Small random models of the classes that rewards load, so that no test needs a download."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -14,42 +13,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
-def judges():
-    """Helper module: pytest's importlib mode does not let test files import each other by name."""
-    full = "visual_grpo_tests_rewards_judges"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / "judges.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full]
-
-
-@pytest.fixture
-def serve(judges):
-    """Start a judge's server with a given way to answer."""
-    started = []
-
-    def start(answer):
-        started.append(judges.JudgeServer(answer))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
-
-
-@pytest.fixture(scope="session")
 def judge_params(judges):
     """A server that has a sensible reply to every built-in prompt."""
     server = judges.JudgeServer(judges.answer_anything)
     yield {"endpoint": server.endpoint}
     server.close()
-
-
-@pytest.fixture(scope="session")
-def tiny_vlm(judges, tmp_path_factory):
-    return judges.tiny_vlm(tmp_path_factory.mktemp("vlm"))
 
 
 @pytest.fixture(scope="session")

@@ -189,6 +189,22 @@ def test_harm_in_a_function_is_contained_and_scores_0(name, flag, unused_port):
     assert not leftovers()
 
 
+def test_a_run_goes_on_beside_all_of_it(flag, unused_port):
+    """One batch of a run with every kind of harm in it: the honest rows are scored, and nothing has failed."""
+    kinds = ("fork bomb", "10 GB", "endless loop", "deleting", "socket", "environment")
+    bad = [HARM[kind].replace("PORT", str(unused_port.getsockname()[1])) for kind in kinds] + [CHEATS["builtins"]]
+    texts = [GOOD_PROGRAM, *bad, GOOD_PROGRAM]
+    made = RewardRequest.build(["p"] * len(texts), texts=texts, metadata=[{"tests": CASES}] * len(texts))
+    with RewardSuite({"code": {"params": {"seconds": 1, "memory_mb": 256}}}) as suite:
+        batch = suite.submit(made).result(120)
+        assert batch.values[:, 0].tolist() == [1.0, *[0.0] * len(bad), 1.0]
+        assert (batch.status == RewardStatus.OK).all()
+        again = suite.submit(made.take([0])).result(120)
+        assert again.values.item() == 1.0
+    assert flag.read_text() == "here"
+    assert not leftovers()
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_score_0(name):
     tests = ["assert f(1) == 2", "assert f(2) == 3", "assert math.sqrt(f(3)) == 2"]

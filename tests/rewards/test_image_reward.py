@@ -1,6 +1,8 @@
 """ImageReward: the network against its equations, the published names and shapes, and a checkpoint that is not one."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import BertTokenizer
 from visual_grpo.errors import UserError
 from visual_grpo.reward import RewardRequest, as_reward, to_output
 from visual_grpo.rewards.image_reward import ARCHITECTURE, build_network, clip_transform
+from visual_grpo.rewards.loading import load_strict
 
 PROMPTS = ["a cat", "two red cats", "x y z " * 20, ""]
 
@@ -158,11 +161,31 @@ def published():
     return names
 
 
-def test_published_names_and_shapes():
-    network = build_network()
+@pytest.fixture(scope="module")
+def network():
+    """The published sizes, without weights."""
+    return build_network()
+
+
+def test_published_names_and_shapes(network):
     assert {key: list(value.shape) for key, value in network.state_dict().items()} == published()
     assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
     assert ARCHITECTURE["vocab_size"] == 30524
+
+
+def test_a_checkpoint_of_the_published_names_and_shapes_loads_strictly(network):
+    state = {name: torch.empty(shape, device="meta") for name, shape in published().items()}
+    load_strict("image_reward's weights", network, state, Path("ImageReward.pt"))
+    for name in ("blip.visual_encoder.cls_token", "blip.text_proj.bias", "mlp.layers.0.weight"):
+        less = {key: value for key, value in state.items() if key != name}
+        with pytest.raises(UserError, match=rf"'ImageReward\.pt' is not .* \(without {re.escape(name)}\)"):
+            load_strict("image_reward's weights", network, less, Path("ImageReward.pt"))
+        more = {**state, f"{name}2": state[name]}
+        with pytest.raises(UserError, match=rf"\(unknown {re.escape(name)}2\)"):
+            load_strict("image_reward's weights", network, more, Path("ImageReward.pt"))
+        wrong = {**state, name: torch.empty(3, device="meta")}
+        with pytest.raises(UserError, match=rf"\(wrong shape: {re.escape(name)} \[3\] instead of"):
+            load_strict("image_reward's weights", network, wrong, Path("ImageReward.pt"))
 
 
 def test_a_checkpoint_that_is_not_one_is_refused_by_name(image_reward_params, state, made, tmp_path):

@@ -1,6 +1,7 @@
 """The Mask2Former detector: its post-processing on made-up logits, the whole on a small random model."""
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from PIL import Image
@@ -95,6 +96,13 @@ def test_colors():
     assert classify.weights("cat").shape == (len(COLORS), 3)
     assert len(clip.texts) == 3 * len(COLORS)  # made once a class
     assert clip.texts[:3] == ["a photo of a red cat", "a photo of a red-colored cat", "a photo of a red object"]
+
+
+def test_clip_is_built_with_the_activation_of_its_training():
+    """OpenAI's weights want QuickGELU, which open_clip takes from the model's name and not from the weights'."""
+    detector = Mask2FormerDetector()
+    tag = open_clip.pretrained.get_pretrained_cfg(detector.color_model, detector.color_weights)
+    assert open_clip.get_model_config(detector.color_model)["quick_gelu"] is tag["quick_gelu"] is True
 
 
 def test_by_name_and_without_weights(tmp_path):

@@ -1,5 +1,7 @@
 """Preference and quality rewards on small random models of the true classes, against the packages that define them."""
 
+from pathlib import Path
+
 import numpy as np
 import open_clip
 import pytest
@@ -9,9 +11,11 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor, Dinov2Model, ViTForImageClassification
 
 from visual_grpo.errors import UserError
-from visual_grpo.reward import RewardRequest, as_reward, to_output
+from visual_grpo.reward import RewardError, RewardRequest, as_reward, to_output
+from visual_grpo.rewards.aesthetic import AestheticHead
 from visual_grpo.rewards.clip_score import bilinear_pixels
 from visual_grpo.rewards.hps_v2 import build_clip, hps_pixels
+from visual_grpo.rewards.loading import load_strict, read_state
 from visual_grpo.types import RewardStatus
 
 PROMPTS = ["a cat", "two red dogs", "a very long prompt that goes on and on beyond the end of the window", "x"]
@@ -84,9 +88,107 @@ def test_clip_score_of_torchmetrics(clip, clip_score_params, made):
     assert (kept - output.details["cosine"]).abs().max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:Encountered caption longer than:UserWarning")
+def test_clip_score_against_torchmetrics_itself(clip, clip_score_params, made):
+    """Its own update and compute; it takes uint8 images and expects tensors of features, which transformers 5 wraps."""
+    from torchmetrics.multimodal import CLIPScore
+
+    class Tensors(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.config = model, model.config
+
+        def get_image_features(self, *inputs):
+            found = self.model.get_image_features(*inputs)
+            return getattr(found, "pooler_output", found)
+
+        def get_text_features(self, *inputs):
+            found = self.model.get_text_features(*inputs)
+            return getattr(found, "pooler_output", found)
+
+    metric = CLIPScore(model_name_or_path=lambda: (Tensors(clip[0]), clip[1]))
+    values = score("clip_score", clip_score_params, made, variant="torchmetrics").values
+    pixels = (made.images * 255).round().to(torch.uint8)
+    with torch.no_grad():
+        for i, prompt in enumerate(PROMPTS):
+            metric.reset()
+            metric.update(pixels[i], prompt)
+            assert metric.compute().item() == pytest.approx(max(values[i].item(), 0.0), abs=1e-3), (
+                i
+            )  # 100 times the cosine
+        metric.reset()
+        metric.update(list(pixels), PROMPTS)
+        assert metric.compute().item() == pytest.approx(max(values.mean().item(), 0.0), abs=1e-3)
+
+
+REFERENCES = [
+    ["a cat", "the cat on a mat"],
+    ["dogs"],
+    [],
+    ["a sentence that is much longer than the window of the model", "x"],
+]
+
+
+def test_ref_clip_score(clip, clip_score_params, made, tmp_path):
+    """Cosines of the text with each of its references, all with the prefix, by the model alone."""
+    rows = [{"references": texts} for texts in REFERENCES]
+    request = RewardRequest.build(PROMPTS, images=made.images, metadata=rows)
+    assert set(score("clip_score", clip_score_params, request, variant="refclip").values[[0, 1, 3]].tolist()) == {0.0}
+    model, processor = clip  # its cosines are below 0: turned round they are above
+    model.text_projection.weight.data.neg_()
+    for part in clip:
+        part.save_pretrained(tmp_path)
+    clip_score_params = {"model": str(tmp_path), "device": "cpu"}
+    output = score("clip_score", clip_score_params, request, variant="refclip")
+
+    def encoded(text):
+        tokens = processor.tokenizer(
+            "A photo depicts " + text, padding="max_length", truncation=True, max_length=24, return_tensors="pt"
+        )
+        with torch.no_grad():
+            found = model.get_text_features(**tokens)
+        return getattr(found, "pooler_output", found)[0].double()
+
+    nearest = [max((cosine_similarity(encoded(p), encoded(r), 0).item() for r in rs), default=float("nan"))
+               for p, rs in zip(PROMPTS, REFERENCES, strict=True)]  # fmt: skip
+    paper = score("clip_score", clip_score_params, made, variant="paper").values.double()
+    expected = [
+        2 * a * max(b, 0) / (a + max(b, 0)) if a > 0 else 0.0 for a, b in zip(paper.tolist(), nearest, strict=True)
+    ]
+    assert output.status.tolist() == [0, 0, int(RewardStatus.NOT_APPLICABLE), 0]
+    for i in (0, 1, 3):
+        assert output.details["reference"][i].item() == pytest.approx(nearest[i], abs=1e-5)
+        assert output.values[i].item() == pytest.approx(expected[i], abs=1e-5)
+    assert min(output.values[[0, 1, 3]].tolist()) > 0
+    one = score("clip_score", clip_score_params, request, variant="refclip", batch_size=1)
+    torch.testing.assert_close(one.values, output.values, equal_nan=True, **EXACT)
+    bare = RewardRequest.build(PROMPTS, images=made.images)
+    assert set(score("clip_score", clip_score_params, bare, variant="refclip").status.tolist()) == {1}
+
+
+@pytest.mark.parametrize("variant", ["diffusion_nft", "paper", "refclip", "torchmetrics"])
+def test_clip_score_of_captions(clip_score_params, made, variant):
+    """A caption of the image in a column scores as the prompt of the same generated image."""
+    rows = [{"references": ["a cat", "dogs"], "photo": image} for image in made.pil_images]
+    rows[1]["photo"] = made.pil_images[1].resize((30, 60))  # the images of a batch may differ in size
+    images = RewardRequest.build(PROMPTS, images=made.images, metadata=rows)
+    captions = RewardRequest.build(["describe"] * 4, texts=PROMPTS, metadata=rows)
+    more = {"variant": variant, "text": "completion", "image_key": "photo"}
+    found = score("clip_score", clip_score_params, captions, **more).values
+    wanted = score("clip_score", clip_score_params, images, variant=variant).values
+    torch.testing.assert_close(
+        found[[0, 2, 3]], wanted[[0, 2, 3]], atol=1e-4 if variant == "torchmetrics" else 1e-5, rtol=0
+    )
+    assert as_reward("clip_score", params={**clip_score_params, **more}).needs == {"texts"}
+    with pytest.raises(RewardError, match="row 0 has no image"):
+        score("clip_score", clip_score_params, captions, text="completion")
+
+
 def test_a_variant_that_does_not_exist():
-    with pytest.raises(UserError, match="variant is 'openai'; give one of diffusion_nft, paper, torchmetrics"):
+    with pytest.raises(UserError, match="variant is 'openai'; give one of diffusion_nft, paper, refclip, torchmetrics"):
         as_reward("clip_score", params={"variant": "openai"})
+    with pytest.raises(UserError, match="text is 'answer'; give one of prompt, completion"):
+        as_reward("clip_score", params={"text": "answer"})
 
 
 # ---- aesthetic
@@ -116,6 +218,23 @@ def test_aesthetic_names_and_faults(aesthetic_params, made, tmp_path):
     torch.save(state, tmp_path / "wrong.pth")
     with pytest.raises(UserError, match=r"without layers\.7\.weight; unknown layers\.9\.weight"):
         score("aesthetic", aesthetic_params, made, head=str(tmp_path / "wrong.pth"))
+
+
+def test_a_checkpoint_of_the_published_names_and_shapes_loads_strictly_into_aesthetic(tmp_path):
+    """LAION's file: 768 features, layers 0, 2, 4, 6 and 7 of the sequence."""
+    state = {}
+    for place, shape in {0: (1024, 768), 2: (128, 1024), 4: (64, 128), 6: (16, 64), 7: (1, 16)}.items():
+        state |= {f"layers.{place}.weight": torch.randn(shape), f"layers.{place}.bias": torch.randn(shape[0])}
+    path = tmp_path / "sac+logos+ava1-l14-linearMSE.pth"
+    torch.save(state, path)
+    head = AestheticHead()
+    load_strict("aesthetic's head", head, read_state("aesthetic's head", path), path)
+    assert all(torch.equal(value, state[key]) for key, value in head.state_dict().items())
+    with pytest.raises(UserError, match=r"\(unknown layers\.8\.bias\)"):
+        load_strict("aesthetic's head", head, {**state, "layers.8.bias": torch.zeros(1)}, path)
+    del state["layers.6.bias"]
+    with pytest.raises(UserError, match=r"\(without layers\.6\.bias\)"):
+        load_strict("aesthetic's head", head, state, path)
 
 
 # ---- hps_v2
@@ -210,6 +329,17 @@ def test_hps_has_the_published_parameters():
     model = build_clip("ViT-H-14")
     assert {key: list(value.shape) for key, value in model.state_dict().items()} == published_hps()
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_a_checkpoint_of_the_published_names_and_shapes_loads_strictly_into_hps():
+    state = {name: torch.empty(shape, device="meta") for name, shape in published_hps().items()}
+    model, path = build_clip("ViT-H-14"), Path("HPS_v2.1_compressed.pt")
+    load_strict("hps_v2's weights", model, state, path)
+    with pytest.raises(UserError, match=r"\(unknown logit_bias\)"):
+        load_strict("hps_v2's weights", model, {**state, "logit_bias": state["logit_scale"]}, path)
+    del state["visual.transformer.resblocks.31.mlp.c_fc.bias"]
+    with pytest.raises(UserError, match=r"\(without visual\.transformer\.resblocks\.31\.mlp\.c_fc\.bias\)"):
+        load_strict("hps_v2's weights", model, state, path)
 
 
 # ---- dino_similarity

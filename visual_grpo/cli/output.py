@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["as_mapping", "print_figures", "print_json", "print_mapping", "print_table"]
 
@@ -46,7 +46,7 @@ def _plain(value: Any) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table; numbers are right-aligned and have four digits after the point."""
+    """Print a table; numbers are right-aligned and have four digits after the point, names are never broken."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -55,7 +55,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     table = Table(title=title or None, title_justify="left")
     for position, column in enumerate(columns):
         numeric = any(isinstance(row[position], float) for row in listed)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == "name")
     for row in listed:
         table.add_row(*(Text(_cell(value)) for value in row))
     Console().print(table)
