@@ -56,7 +56,7 @@ def print_summary(result: Result) -> None:
         for column in ("figure", "task", "before", "after", "change", "95 % interval"):
             table.add_column(column, justify="left" if column in ("figure", "task") else "right", overflow="fold")
         for row in comparison(result.before.rows, result.after.rows):
-            table.add_row(*map(Text, row))
+            table.add_row(*map(Text, row), end_section=row[1] == "mean of tasks")
         console.print(table)
     if result.stopped:
         console.print(f"stopped early: {result.stopped}", markup=False)

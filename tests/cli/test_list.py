@@ -36,7 +36,10 @@ def test_rewards_of_downloaded_weights_state_range_size_and_licence(capsys: pyte
         assert rows[name]["licence"]
     assert "licence" not in rows["brightness"]
     assert main(["list", "rewards"]) == 0
-    assert "licence" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "licence" in printed
+    assert all(name in printed for name in rows)  # in one piece, in a terminal of 80 columns
+    assert len(printed.splitlines()) < 3 * len(rows)
 
 
 def test_listing_imports_no_heavy_library() -> None:

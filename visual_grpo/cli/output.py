@@ -45,8 +45,13 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table; numbers are right-aligned and have four digits after the point."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, whole: Sequence[str] = ()
+) -> None:
+    """Print a table; numbers are right-aligned and have four digits after the point.
+
+    A narrow terminal folds texts, but neither numbers nor the columns named by `whole`.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -55,7 +60,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     table = Table(title=title or None, title_justify="left")
     for position, column in enumerate(columns):
         numeric = any(isinstance(row[position], float) for row in listed)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column in whole
+        )
     for row in listed:
         table.add_row(*(Text(_cell(value)) for value in row))
     Console().print(table)
