@@ -35,7 +35,8 @@ def test_a_result_table_json_and_a_comparison(folder: Path, tmp_path: Path, caps
     (row,) = json.loads(capsys.readouterr().out)["table"]
     assert (row["figure"], row["value"], row["p_value"]) == ("brightness", 0.0, 1.0)
     assert main(["eval", "preference", "--compare", str(first), str(second)]) == 0
-    assert "b - a" in (printed := capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "b - a" in printed
     assert "0.000 to 0.000" in printed  # the interval in one piece
     assert main(["eval", "preference", "--compare", str(first), str(tmp_path / "none")]) == 2
     assert "there is no" in capsys.readouterr().err

@@ -66,11 +66,8 @@ def command(
             raise UserError("--compare reads two result folders; it takes no model, images, texts, prompts or options.")
         from visual_grpo.registry import load_object
 
-        show(
-            f"{name}: {compare[1]} (b) minus {compare[0]} (a)",
-            load_object("visual_grpo.eval.compare:compare")(*compare),
-            as_json,
-        )
+        title = f"{name}: a = {compare[0]}, b = {compare[1]}"
+        show(title, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
         return
     if len(given) != 1:
         raise UserError(
@@ -79,13 +76,7 @@ def command(
         )
     if adapter is not None and model is None:
         raise UserError(f"--adapter is a LoRA for --model; with {given[0]} there is no model to put it on.")
-    if (
-        prompts is not None
-        and not Path(prompts).is_file()
-        and not (model is not None and prompts.startswith("testbed/"))
-    ):
-        worlds = ", nor a world of the testbed (testbed/scenes, testbed/words, testbed/arithmetic)" if model else ""
-        raise UserError(f"--prompts: there is no file {prompts!r}{worlds}.")
+    _check_prompts(prompts, model)
     extra = parse_overrides(options or [])
     taken = sorted({"model", "adapter", "images", "texts", "prompts", "out"} & set(extra))
     if taken:
@@ -102,6 +93,16 @@ def command(
         print(f"results: {folder}")
 
 
+def _check_prompts(prompts: str | None, model: str | None) -> None:
+    """Refuse a prompt file that is not there; a model can also be asked for a world of the testbed."""
+    from visual_grpo.errors import UserError
+
+    world = model is not None and prompts is not None and prompts.startswith("testbed/")
+    if prompts is not None and not world and not Path(prompts).is_file():
+        worlds = ", and it is no world of the testbed such as testbed/scenes" if model is not None else ""
+        raise UserError(f"--prompts: there is no file {prompts!r}{worlds}.")
+
+
 def show(title: str, values: dict[str, Any], as_json: bool) -> None:
     """Print a summary: its `table` with intervals where it has one, else its figures."""
     from visual_grpo.cli.output import print_figures, print_json, print_table
@@ -110,8 +111,9 @@ def show(title: str, values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(values)
     elif table:
-        keys = [key for key in _COLUMNS if any(key in row for row in table)]
-        columns = ["b - a" if key == "value" and "a" in keys else _COLUMNS[key] for key in keys]
+        paired = any("a" in row for row in table)
+        keys = [key for key in _COLUMNS if any(key in row for row in table) and not (paired and key == "prompts")]
+        columns = ["b - a" if paired and key == "value" else _COLUMNS[key] for key in keys]
         print_table(title, columns, [[_cell(row, key) for key in keys] for row in table], whole=columns[1:])
     elif values:
         print_figures(title, values)

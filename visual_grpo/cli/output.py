@@ -57,7 +57,7 @@ def print_table(
     from rich.text import Text
 
     listed = [[*row] for row in rows]
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=Text(title) if title else None, title_justify="left")
     for position, column in enumerate(columns):
         numeric = any(isinstance(row[position], float) for row in listed)
         table.add_column(
