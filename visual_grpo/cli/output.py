@@ -61,7 +61,10 @@ def print_table(
     for position, column in enumerate(columns):
         numeric = any(isinstance(row[position], float) for row in listed)
         table.add_column(
-            column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column in whole
+            column,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=column in whole or (numeric and len(column) <= 16),
         )
     for row in listed:
         table.add_row(*(Text(_cell(value)) for value in row))
