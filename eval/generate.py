@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -59,16 +60,15 @@ def guess_family(path: str) -> str:
 def load_generator(
     path: str,
     lora: Path | None,
-    family: str | None,
+    family: str,
     sampling: Mapping[str, Any],
     dtype: str,
     device: torch.device | None = None,
 ) -> tuple[Any, Any]:
     """(adapter with its LoRA applied, sampling options)."""
-    name = family or guess_family(path)
-    kind: Any = ADAPTERS.get(name)
+    kind: Any = ADAPTERS.get(family)
     options = validate(kind.Sampling, dict(sampling), where="sampling")
-    config = validate(ModelConfig, {"adapter": name, "path": path, "dtype": dtype})
+    config = validate(ModelConfig, {"adapter": family, "path": path, "dtype": dtype})
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     adapter = kind.load(config, device=where, sampling=options)
     if lora is not None:
@@ -100,7 +100,7 @@ def generate(
         samples: of each prompt.
         batch: rows at a time.
         seed: of the noises.
-        sampling: options of the family (steps, guidance, temperature, ...).
+        sampling: options of the family (steps, guidance, temperature, ...); the family's `eval_sampling` stands below them.
         dtype: of the weights.
 
     Returns:
@@ -109,6 +109,8 @@ def generate(
     rows = load_prompts(DataConfig(source=prompts, split="heldout" if prompts.startswith("testbed/") else "train"))
     if samples < 1 or batch < 1:
         raise UserError(f"samples and batch must be at least 1; they are {samples} and {batch}.")
+    name = family or guess_family(model)
+    chosen = {**getattr(ADAPTERS.get(name), "eval_sampling", {}), **(sampling or {})}
     with Ranks() as ranks:
         if ranks.main:
             settings: dict[str, Any] = {
@@ -118,11 +120,13 @@ def generate(
                 "samples": samples,
                 "seed": seed,
             }
-            settings |= {"sampling": dict(sampling or {}), "dtype": dtype, "prompts": _digest(rows)}
+            settings |= {"sampling": chosen, "dtype": dtype, "prompts": _digest(rows)}
             check_settings(out, settings, "samples")
         ranks.barrier()
-        adapter, options = load_generator(model, lora, family, sampling or {}, dtype, ranks.device)
+        adapter, options = load_generator(model, lora, name, chosen, dtype, ranks.device)
         adapter.trainable_module.eval()
+        if ranks.main:
+            print(f"sampling {len(rows)} prompts x {samples} of {model}: {_shown(options)}", file=sys.stderr)
         everything = numbered(prompt_batch(rows, samples), seed, samples)
         if adapter.kind != "autoregressive":
             _images(adapter, rows, everything, options, out, samples, batch, seed, ranks)
@@ -132,6 +136,13 @@ def generate(
             _texts(adapter, everything, options, out, batch, seed)
         ranks.barrier()
     return out / "completions.jsonl" if adapter.kind == "autoregressive" else out
+
+
+def _shown(options: Any) -> str:
+    """The sampling options that a published figure depends on."""
+    names = ("solver", "steps", "guidance", "height", "width", "temperature", "top_p", "top_k", "max_new_tokens")
+    values = {name: getattr(options, name, None) for name in names}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def _digest(rows: list[PromptRow]) -> str:

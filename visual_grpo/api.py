@@ -308,7 +308,10 @@ def evaluate(
         if prompts is None and model.startswith("testbed/"):
             prompts = {"text": "testbed/arithmetic", "ocr": "testbed/words"}.get(name, "testbed/scenes")
         if prompts is None:
-            raise UserError(f"evaluation {name!r} of a model needs its prompts: --prompts FILE")
+            raise UserError(
+                f"evaluation {name!r} of a model needs its prompts: --prompts FILE, or --prompts testbed/scenes "
+                f"(testbed/words for ocr, testbed/arithmetic for text) for a model of the testbed"
+            )
         made = load_object("visual_grpo.eval.generate:generate")(
             model, out=folder / "samples", prompts=str(prompts), lora=None if adapter is None else Path(adapter),
             family=family, samples=prescribed if samples is None else samples, batch=batch, seed=seed, sampling=sampling,

@@ -53,10 +53,16 @@ def print_summary(result: Result) -> None:
         table = Table(
             title=f"held-out, before and after {result.step} steps (n={len(result.after.rows)}, same prompts and noises)"
         )
-        for column in ("figure", "task", "before", "after", "change", "95 % interval"):
-            table.add_column(column, justify="left" if column in ("figure", "task") else "right", overflow="fold")
-        for row in comparison(result.before.rows, result.after.rows):
-            table.add_row(*map(Text, row))
+        table.add_column("figure, by task", overflow="fold")
+        for column in ("before", "after", "change", "95 % interval"):
+            table.add_column(column, justify="right", no_wrap=True)
+        shown = ""
+        for figure, *row in comparison(result.before.rows, result.after.rows):
+            if figure != shown:  # a line of its own: beside the tasks it would leave the numbers no room
+                table.add_section()
+                table.add_row(Text(figure, style="bold"))
+                shown = figure
+            table.add_row(Text(f"  {row[0]}"), *map(Text, row[1:]))
         console.print(table)
     if result.stopped:
         console.print(f"stopped early: {result.stopped}", markup=False)

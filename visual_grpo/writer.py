@@ -115,11 +115,7 @@ class RunWriter:
                 "time": times,
             }
         )
-        shown = {k: v for k, v in found.metrics.items() if k.endswith("/by_tag") or "/" not in k}
-        self.message(
-            f"held-out at step {step} (n={len(found.rows)}): "
-            + "  ".join(f"{k} {v:.4f}" for k, v in sorted(shown.items()))
-        )
+        self.message(held_out_line(step, found))
 
     def _samples(self, step: int, found: Evaluation) -> None:
         count = self.config.eval.grid
@@ -200,3 +196,11 @@ def memory_gb() -> dict[str, float]:
     if torch.cuda.is_available():
         out["accelerator"] = torch.cuda.max_memory_allocated() / 2**30
     return out
+
+
+def held_out_line(step: int, found: Evaluation) -> str:
+    """An evaluation in one line: means of tasks where prompts have tags, else means of samples."""
+    tagged = {k.removesuffix("/by_tag"): v for k, v in found.metrics.items() if k.endswith("/by_tag")}
+    shown = tagged or {k: v for k, v in found.metrics.items() if "/" not in k}
+    what = f"n={len(found.rows)}, mean of tasks" if tagged else f"n={len(found.rows)}"
+    return f"held-out at step {step} ({what}): " + "  ".join(f"{k} {v:.4f}" for k, v in sorted(shown.items()))

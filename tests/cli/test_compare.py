@@ -54,7 +54,10 @@ def test_seeds_are_pooled_and_settings_that_differ_are_shown(
     assert result["arms"][1]["eval/toy/by_tag"] == {"mean": 0.2, "std": None}
     assert out.read_bytes().startswith(b"\x89PNG")
     assert main(["compare", *map(str, runs), "--out", str(out), "--metric", "train/reward/total"]) == 0
-    assert "±" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "±" in printed
+    assert "train.seed" in printed  # one setting a line, its name in one piece in a narrow terminal
+    assert "train/reward/total" in printed
 
 
 def test_mean_curve_is_over_the_steps_all_runs_share(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_a_result_table_json_and_a_comparison(folder: Path, tmp_path: Path, caps
     printed = capsys.readouterr().out
     assert "brightness" in printed
     assert "0.25" in printed
+    assert f"results: {first}" in printed.replace("\n", "")
     assert {"results.jsonl", "settings.json", "summary.json", "table.md"} <= {p.name for p in first.iterdir()}
     args = ["eval", "preference", "rewards=brightness", "--images", str(folder), "--out", str(second), "--json"]
     assert main(args) == 0
@@ -33,10 +34,22 @@ def test_a_result_table_json_and_a_comparison(folder: Path, tmp_path: Path, caps
     assert main(["eval", "preference", "--compare", str(first), str(second), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["table"]
     assert (row["figure"], row["value"], row["p_value"]) == ("brightness", 0.0, 1.0)
+    assert main(["eval", "preference", "--compare", str(first), str(second)]) == 0
+    printed = capsys.readouterr().out
+    assert "b - a" in printed
+    assert "0.000 to 0.000" in printed  # the interval in one piece
     assert main(["eval", "preference", "--compare", str(first), str(tmp_path / "none")]) == 2
     assert "there is no" in capsys.readouterr().err
     assert main(["eval", "preference", "samples=2", "--compare", str(first), str(second)]) == 2
     assert "--compare reads two result folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompts", ["none.jsonl", "testbed/scenes"])
+def test_pictures_made_already_need_a_prompt_file(
+    prompts: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "geneval", "--images", str(folder), "--prompts", prompts]) == 2
+    assert f"--prompts: there is no file '{prompts}'" in capsys.readouterr().err
 
 
 def test_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ def test_a_narrow_terminal_breaks_no_name(monkeypatch: pytest.MonkeyPatch, capsy
     shown = capsys.readouterr().out
     assert "licence" in shown
     assert [name for name in REWARDS.names() if f" {name} " not in shown] == []
+    assert len(shown.splitlines()) < 3 * len(REWARDS.names())
 
 
 def test_listing_imports_no_heavy_library() -> None:

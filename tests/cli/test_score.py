@@ -69,6 +69,16 @@ def test_texts_of_a_trl_function(world: Path, capsys: pytest.CaptureFixture[str]
     assert [row["text"] for row in result["rows"]] == ["abc", ""]
 
 
+def test_a_reward_gets_its_settings(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (world / "texts.txt").write_text("two words\nnow three words\n")
+    args = ["--reward", "length", "--texts", "texts.txt", "--prompts", "prompts.txt"]
+    settings = ["length.params.ceiling=2", "length.params.unit=words", "length.timeout_s=60"]
+    result = score(*args, *settings, capsys=capsys)
+    assert [row["length"] for row in result["rows"]] == [1.0, pytest.approx(0.5)]
+    assert main(["score", *args, "ocr.params.lang=en"]) == 2
+    assert "'ocr' is set, but it is not one of the rewards named here (length)" in capsys.readouterr().err
+
+
 def test_a_reward_that_fails_everywhere_is_status_1(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", "--reward", "vg_test_rewards:broken", "--images", "images", "--prompts", "prompts.txt"]) == 1
     printed = capsys.readouterr().err

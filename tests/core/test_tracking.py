@@ -11,10 +11,11 @@ import pytest
 from visual_grpo import progress, tracking
 from visual_grpo.config import RunConfig, TrackConfig
 from visual_grpo.errors import UserError
+from visual_grpo.evaluation import Evaluation, summarise
 from visual_grpo.progress import Progress
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.tracking import Tracker, flat_metrics
-from visual_grpo.writer import RunWriter
+from visual_grpo.writer import RunWriter, held_out_line
 
 RECORD = {
     "kind": "train",
@@ -188,3 +189,18 @@ def test_time_left_keeps_to_the_time_limit():
 @pytest.mark.parametrize(("seconds", "text"), [(59.6, "1 min 00 s"), (3600, "1 h 00 min"), (0.2, "0 s")])
 def test_durations(seconds, text):
     assert progress.format_seconds(seconds) == text
+
+
+def test_a_held_out_evaluation_in_one_line() -> None:
+    """Means of tasks where there are tasks, under the plain names; no figure twice."""
+    rows = [
+        {"tag": tag, "values": {"geneval": value}, "details": {"geneval/correct": value}}
+        for tag, value in (("colors", 1.0), ("colors", 0.0), ("position", 0.0))
+    ]
+    metrics, by_tag = summarise(rows)
+    line = held_out_line(3, Evaluation(rows=rows, metrics=metrics, by_tag=by_tag))
+    assert line == "held-out at step 3 (n=3, mean of tasks): geneval 0.2500  geneval/correct 0.2500"
+    plain = [{**row, "tag": None} for row in rows]
+    metrics, by_tag = summarise(plain)
+    line = held_out_line(3, Evaluation(rows=plain, metrics=metrics, by_tag=by_tag))
+    assert line == "held-out at step 3 (n=3): geneval 0.3333"

@@ -36,11 +36,15 @@ def pixels(folder: Path, prompt: int, sample: int) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
-def test_pictures(model, prompts, tmp_path):
+def test_pictures(model, prompts, tmp_path, capsys):
     options = {"prompts": prompts, "sampling": {"steps": 2}, "seed": 7}
     one, many = tmp_path / "one", tmp_path / "many"
     generate(model, out=one, samples=1, batch=1, **options)
     generate(model, out=many, samples=2, batch=8, **options)
+    # A model is judged by its ODE samples with guidance, not by the noisy ones that training draws.
+    assert json.loads((one / "settings.json").read_text())["sampling"] == {"solver": "ode", "steps": 2, "guidance": 4.5}
+    assert "sampling 3 prompts x 1" in (told := capsys.readouterr().err)
+    assert "solver=ode, steps=2, guidance=4.5" in told
     for prompt in range(3):
         assert np.abs(pixels(one, prompt, 0) - pixels(many, prompt, 0)).max() <= 1
         assert np.abs(pixels(many, prompt, 0) - pixels(many, prompt, 1)).max() > 3

@@ -55,6 +55,8 @@ class PolicyAdapter(ABC):
     unit_kinds: ClassVar[frozenset[UnitKind]]
     """The units that `log_prob` can replay."""
     Sampling: ClassVar[type[SamplingConfig]]
+    eval_sampling: ClassVar[dict[str, Any]] = {}
+    """Sampling options that `visual-grpo eval` starts from, where those of training are no way to judge a model."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module-name suffixes that get LoRA by default."""
 

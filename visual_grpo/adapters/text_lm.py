@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from visual_grpo.adapters.generation import chunked_log_prob, generate, row_uniforms
-from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path
+from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path, without_progress_bars
 from visual_grpo.adapters.protocol import MemoryPlan, PolicyAdapter, SamplingConfig
 from visual_grpo.adapters.shared_prompt import distinct_prompts, shared_prompt_reader
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
@@ -378,8 +378,9 @@ class TextLMAdapter(PolicyAdapter):
 
     def save(self, path: str) -> None:
         """Write model and tokenizer with `save_pretrained`."""
-        self.model.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
+        with without_progress_bars():
+            self.model.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -35,7 +35,7 @@ _DEBUG = "VISUAL_GRPO_DEBUG"
 
 app = typer.Typer(
     name="visual-grpo",
-    help="Post-train image, video-language and text generators with group-relative RL.",
+    help="Post-train image, vision-language and text generators with group-relative RL.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -56,13 +56,11 @@ def command(
             }
         )
         return
-    columns = ["run", *settings, "steps"]
-    rows: list[list[Any]] = [[str(r.folder), *(_short(r.settings.get(k)) for k in settings), r.last_step] for r in read]
-    for name in metrics:
-        columns += [f"{name} first", "last", "best"]
-        for row, run in zip(rows, read, strict=True):
-            row += run.extremes(name).values()
-    print_table("Runs", columns, rows)
+    rows = [[str(run.folder), run.last_step, name, *run.extremes(name).values()] for name in metrics for run in read]
+    print_table("Runs", ["run", "steps", "metric", "first", "last", "best"], rows)
+    if settings:  # a setting a line: there are often more of them than of runs
+        changed = [[key, *(_short(run.settings.get(key, "-")) for run in read)] for key in settings]
+        print_table("Settings that differ", ["setting", *(str(run.folder) for run in read)], changed)
     if any(len(arm.runs) > 1 for arm in arms):
         pooled = [[arm.label, len(arm.runs), *(_mean_std(arm, name) for name in metrics)] for arm in arms]
         print_table("Last value over seeds, mean ± standard deviation", ["arm", "runs", *metrics], pooled)

@@ -12,7 +12,11 @@ def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name of `visual-grpo list evals`.")],
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="key=value ...", help="Options of the protocol, e.g. samples=4 seed=1."),
+        typer.Argument(
+            metavar="key=value ...",
+            help="Options of the protocol, e.g. detector=mask2former; with --model also of the sampling: samples=4 seed=42 "
+            "batch=32 dtype=bfloat16 sampling.steps=40 sampling.guidance=4.5.",
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="PATH", help="Model folder, hub id or testbed/NAME to sample from.")
@@ -29,13 +33,12 @@ def command(
         typer.Option("--texts", metavar="FILE", exists=True, dir_okay=False, help="Completions made already (.jsonl)."),
     ] = None,
     prompts: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--prompts",
             metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="Prompts of a --model or a bare folder.",
+            help="Prompts of a --model, of a flat folder of images or of --texts: a .jsonl or .txt file; for a --model also "
+            "testbed/scenes and the like.",
         ),
     ] = None,
     out: Annotated[
@@ -63,7 +66,8 @@ def command(
             raise UserError("--compare reads two result folders; it takes no model, images, texts, prompts or options.")
         from visual_grpo.registry import load_object
 
-        show(name, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
+        title = f"{name}: a = {compare[0]}, b = {compare[1]}"
+        show(title, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
         return
     if len(given) != 1:
         raise UserError(
@@ -72,6 +76,7 @@ def command(
         )
     if adapter is not None and model is None:
         raise UserError(f"--adapter is a LoRA for --model; with {given[0]} there is no model to put it on.")
+    _check_prompts(prompts, model)
     extra = parse_overrides(options or [])
     taken = sorted({"model", "adapter", "images", "texts", "prompts", "out"} & set(extra))
     if taken:
@@ -83,9 +88,22 @@ def command(
 
     result = evaluate(name, model=model, adapter=adapter, images=images, prompts=prompts, out=out, **extra)
     show(name, as_mapping(result), as_json)
+    folder = out if out is not None or model is None else Path(f"eval-{name}")
+    if folder is not None and result and not as_json:
+        print(f"results: {folder}")
 
 
-def show(name: str, values: dict[str, Any], as_json: bool) -> None:
+def _check_prompts(prompts: str | None, model: str | None) -> None:
+    """Refuse a prompt file that is not there; a model can also be asked for a world of the testbed."""
+    from visual_grpo.errors import UserError
+
+    world = model is not None and prompts is not None and prompts.startswith("testbed/")
+    if prompts is not None and not world and not Path(prompts).is_file():
+        worlds = ", and it is no world of the testbed such as testbed/scenes" if model is not None else ""
+        raise UserError(f"--prompts: there is no file {prompts!r}{worlds}.")
+
+
+def show(title: str, values: dict[str, Any], as_json: bool) -> None:
     """Print a summary: its `table` with intervals where it has one, else its figures."""
     from visual_grpo.cli.output import print_figures, print_json, print_table
 
@@ -93,10 +111,32 @@ def show(name: str, values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(values)
     elif table:
-        columns = [column for column in _COLUMNS if any(column in row for row in table)]
-        print_table(name, columns, [[row.get(column) for column in columns] for row in table])
+        paired = any("a" in row for row in table)
+        keys = [key for key in _COLUMNS if any(key in row for row in table) and not (paired and key == "prompts")]
+        columns = ["b - a" if paired and key == "value" else _COLUMNS[key] for key in keys]
+        print_table(title, columns, [[_cell(row, key) for key in keys] for row in table], whole=columns[1:])
     elif values:
-        print_figures(name, values)
+        print_figures(title, values)
 
 
-_COLUMNS = ("group", "figure", "a", "b", "value", "low", "high", "p_value", "samples", "images", "prompts")
+_COLUMNS = {
+    "figure": "figure",
+    "a": "a",
+    "b": "b",
+    "value": "value",
+    "low": "95 % interval",
+    "p_value": "p",
+    "samples": "n",
+    "images": "images",
+    "prompts": "prompts",
+}
+
+
+def _cell(row: dict[str, Any], key: str) -> Any:
+    """What a column shows of a row of the table: the group stands before the figure, the ends of the interval in one cell."""
+    value = row.get(key)
+    if key == "figure" and row.get("group"):
+        return f"{row['group']}: {value}"
+    if key == "low" and value is not None:
+        return f"{value:.3f} to {row['high']:.3f}"
+    return value

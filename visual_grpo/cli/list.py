@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 FACTS = ("range", "size", "licence")
-"""What a reward of downloaded weights says about itself, in the order of the columns."""
+"""What a reward of downloaded weights says about itself, in the order of the line."""
 
 
 class Kind(StrEnum):
@@ -26,7 +26,13 @@ class Kind(StrEnum):
 
 
 def command(
-    kind: Annotated[Kind, typer.Argument(help="What to list.")],
+    kind: Annotated[
+        Kind,
+        typer.Argument(
+            metavar="|".join(Kind),
+            help="What to list; models are families, each of which loads any model of its class.",
+        ),
+    ],
     as_json: Annotated[
         bool,
         typer.Option("--json", help='Print a JSON list of {"name", "summary", "origin", "target"} and further facts.'),
@@ -48,9 +54,15 @@ def command(
         print_json(rows)
         return
     third_party = any(row["origin"] != "built-in" for row in rows)
-    facts = [fact for fact in FACTS if any(fact in row for row in rows)]
-    columns = ["name", "summary", *facts, *(["origin"] if third_party else [])]
-    print_table("", columns, [[row.get(column, "") for column in columns] for row in rows])
+    columns = ["name", "summary", *(["origin"] if third_party else [])]
+    shown = [{**row, "summary": _with_facts(row)} for row in rows]
+    print_table("", columns, [[row[column] for column in columns] for row in shown], whole=["name"])
+
+
+def _with_facts(row: dict[str, str]) -> str:
+    """The summary and, on a line of its own, the facts: a column for each would leave none of them room."""
+    facts = "; ".join(f"{fact} {row[fact]}" for fact in FACTS if fact in row)
+    return f"{row['summary']}\n{facts}" if facts else row["summary"]
 
 
 def _row(names: Registry[Any], name: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 __all__ = ["as_mapping", "print_figures", "print_json", "print_mapping", "print_table"]
 
@@ -45,18 +45,27 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table; numbers are right-aligned and have four digits after the point, names are never broken."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, whole: Sequence[str] = ()
+) -> None:
+    """Print a table; numbers are right-aligned and have four digits after the point.
+
+    A narrow terminal folds texts, but neither numbers nor the columns named by `whole`.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     listed = [[*row] for row in rows]
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=Text(title) if title else None, title_justify="left")
     for position, column in enumerate(columns):
         numeric = any(isinstance(row[position], float) for row in listed)
-        justify: Literal["left", "right"] = "right" if numeric else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == "name")
+        table.add_column(
+            column,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=column in whole or (numeric and len(column) <= 16),
+        )
     for row in listed:
         table.add_row(*(Text(_cell(value)) for value in row))
     Console().print(table)

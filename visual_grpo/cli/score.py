@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,13 @@ def command(
     prompts: Annotated[
         Path, typer.Option("--prompts", metavar="FILE", exists=True, dir_okay=False, help="Prompts: .txt or .jsonl.")
     ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME.key=value ...",
+            help="As under `rewards:`, e.g. vqa_score.timeout_s=1800 clip_score.params.variant=paper.",
+        ),
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Option("--images", metavar="DIR", exists=True, file_okay=False, help="Images, in prompt order."),
@@ -39,6 +46,7 @@ def command(
 ) -> None:
     """Score images (--images) or texts (--texts) against their prompts."""
     from visual_grpo.cli.output import print_json, print_table
+    from visual_grpo.cli.reward_settings import reward_settings
     from visual_grpo.cli.samples import image_samples, text_samples
     from visual_grpo.registry import REWARDS
 
@@ -47,6 +55,7 @@ def command(
         raise UserError("--reward needs at least one name; `visual-grpo list rewards` prints them.")
     for name in names:
         REWARDS.target(name)  # an unknown name is refused before anything is read
+    rewards = reward_settings(names, settings or [])
     if images is not None and texts is None:
         samples = image_samples(images, prompts)
     elif texts is not None and images is None:
@@ -55,7 +64,7 @@ def command(
         given = "both were" if images is not None else "neither was"
         raise UserError(f"visual-grpo score needs either --images DIR or --texts FILE; {given} given.")
 
-    columns, rows = score(names, samples, batch=batch, device=device)
+    columns, rows = score(rewards, samples, batch=batch, device=device)
     summary = [_summary(column, rows) for column in columns]
     if as_json:
         print_json({"rewards": summary, "rows": rows})
@@ -64,9 +73,9 @@ def command(
 
 
 def score(
-    names: Sequence[str], samples: Sequence[Sample], *, batch: int, device: str
+    rewards: Mapping[str, Any], samples: Sequence[Sample], *, batch: int, device: str
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Score `samples` with the rewards `names`.
+    """Score `samples` with `rewards`: names with their settings, as in a run's config.
 
     Returns:
         The names of the columns, and one row a sample: prompt, image or text, each reward's value (None unless ok) and
@@ -83,7 +92,7 @@ def score(
         raise UserError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
     rows: list[dict[str, Any]] = []
     columns: list[str] = []
-    with RewardSuite(dict.fromkeys(names, 1.0), device=device) as suite:
+    with RewardSuite(rewards, device=device) as suite:
         for part in batches(samples, batch):
             scored: RewardBatch = suite.score(_request(part), evaluation=True)
             columns = [*scored.names]

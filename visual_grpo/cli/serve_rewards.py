@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,19 +32,14 @@ def command(
 
     Clients must send the token of --token-file or $VISUAL_GRPO_REWARD_TOKEN, if there is one.
     """
-    from visual_grpo.config_text import parse_overrides
+    from visual_grpo.cli.reward_settings import reward_settings
     from visual_grpo.errors import UserError
     from visual_grpo.registry import REWARDS
 
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     for name in chosen:
         REWARDS.target(name)  # an unknown name is refused before torch is imported
-    given: dict[str, Any] = {}
-    for setting in settings or []:
-        _join(given, parse_overrides([setting]))
-    if unknown := sorted(set(given) - set(chosen)):
-        raise UserError(f"setting for {unknown[0]!r}, which is not served; served are {', '.join(chosen) or 'none'}.")
-    rewards: dict[str, Any] = {name: given.get(name, 1.0) for name in chosen}
+    rewards = reward_settings(chosen, settings or [])
     token = token_file.read_text().strip() if token_file is not None else os.environ.get(TOKEN)
     if token is not None and not token:
         raise UserError("the token is empty; write one into the file or the variable, or take it away.")
@@ -62,12 +57,3 @@ def command(
         token=token,
         announce=lambda url: print(f"serving {', '.join(chosen)} on {url}", flush=True),
     )
-
-
-def _join(base: dict[str, Any], more: dict[str, Any]) -> None:
-    """Put nested values into `base`; unlike in a run's config, `params` are joined key by key."""
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _join(base[key], value)
-        else:
-            base[key] = value
