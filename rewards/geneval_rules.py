@@ -89,6 +89,31 @@ def box_iou(a: Box, b: Box) -> float:
     return shared / union if union else 0.0
 
 
+def check_clauses(metadata: Mapping[str, Any]) -> None:
+    """Refuse clauses that say nothing that can be judged.
+
+    Raises:
+        ValueError: a clause without a class, without a count of at least 1, or with a position relative to no clause before it.
+    """
+    for key in ("include", "exclude"):
+        clauses = metadata.get(key) or []
+        for index, clause in enumerate(clauses if isinstance(clauses, list | tuple) else [clauses]):
+            told = isinstance(clause, Mapping) and isinstance(clause.get("class"), str)
+            count = clause.get("count") if told else None
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f'{key}: {clause!r} is no clause such as {{"class": "cat", "count": 1}}')
+            place = clause.get("position")
+            if place is not None and not (
+                isinstance(place, list | tuple)
+                and len(place) == 2
+                and isinstance(place[0], str)
+                and type(place[1]) is int
+            ):
+                raise ValueError(f'{key}: the position {place!r} is no ["left of", index of a clause before it]')
+            if place is not None and not 0 <= place[1] < index:
+                raise ValueError(f"position {place} of {clause['class']!r} must name a clause before it, by its index")
+
+
 def filter_detections(raw: Detections, tag: str | None, keep: DetectionFilter) -> dict[str, list[DetectedObject]]:
     """Return the objects that count, best score first; classes without any are absent."""
     threshold = keep.counting_threshold if tag == "counting" else keep.threshold
@@ -143,7 +168,7 @@ def judge_official(objects: Detections, metadata: Mapping[str, Any], *, margin: 
     """
     reasons: list[str] = []
     matched: list[Sequence[DetectedObject] | None] = []
-    for clause in metadata.get("include", []):
+    for clause in metadata.get("include") or []:
         name, count = clause["class"], clause["count"]
         found = list(objects.get(name, []))[:count]
         if len(found) < count:
@@ -161,7 +186,7 @@ def judge_official(objects: Detections, metadata: Mapping[str, Any], *, margin: 
         if "position" in clause and len(reasons) == before:
             reasons.extend(_judge_position(clause, found, matched, margin))
         matched.append(found if len(reasons) == before else None)
-    for clause in metadata.get("exclude", []):
+    for clause in metadata.get("exclude") or []:
         present = len(objects.get(clause["class"], []))
         if present >= clause["count"]:
             reasons.append(f"expected {clause['class']}<{clause['count']}, found {present}")
@@ -218,7 +243,7 @@ def judge_partial(
     parts: list[float] = []
     reasons: list[str] = []
     matched: list[Sequence[DetectedObject] | None] = []
-    for clause in metadata.get("include", []):
+    for clause in metadata.get("include") or []:
         name, count = clause["class"], clause["count"]
         found = list(objects.get(name, []))
         parts.append(1 - abs(count - len(found)) / count)

@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Protocol
 from PIL import Image
 
 from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.option_types import check_types
+from visual_grpo.pictures import to_rgb
 from visual_grpo.reward import Reward, RewardError, RewardRequest
 
 __all__ = ["Failure", "Judge", "JudgeReward", "JudgeSettings", "LazyJudge", "Question", "Scale", "render", "row_image"]
@@ -101,7 +103,9 @@ class JudgeSettings:
                 raise UserError(
                     f"{name}: no parameter {key!r}.{did_you_mean(str(key), known)} Of the judge: {', '.join(known)}."
                 )
-        return cls(**{key: value for key, value in given.items() if value is not None}).check(name)
+        stated = {key: value for key, value in given.items() if value is not None}
+        check_types(cls, stated, name)
+        return cls(**stated).check(name)
 
     def check(self, name: str) -> JudgeSettings:
         """Refuse values out of range; `name` is the reward's."""
@@ -226,14 +230,14 @@ def row_image(request: RewardRequest, row: int, key: str) -> Image.Image:
     if isinstance(given, Mapping):
         given = BytesIO(given["bytes"]) if given.get("bytes") else given.get("path")
     if isinstance(given, Image.Image):
-        return given.convert("RGB")
+        return to_rgb(given)
     if not isinstance(given, (str, Path, BytesIO)):
         raise RewardError(
             f"row {row} has no image: the request holds none, and metadata column {key!r} holds {type(given).__name__}; give a "
             f"PIL image or a path there, or set image_key."
         )
     with Image.open(given) as image:
-        return image.convert("RGB")
+        return to_rgb(image)
 
 
 class JudgeReward(Reward):

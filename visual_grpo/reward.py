@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from visual_grpo.errors import RunError, UserError, did_you_mean
+from visual_grpo.option_types import check_types
 from visual_grpo.registry import REWARDS
 from visual_grpo.types import RewardStatus
 
@@ -319,6 +320,7 @@ def as_reward(
         )
     elif options:
         _check_params(target, options, label)
+        check_types(target, options, f"reward {label!r}")
         target = functools.partial(target, **options)
     if isinstance(target, Reward):
         return target
@@ -329,6 +331,7 @@ def as_reward(
 
 def _construct(cls: type, options: dict[str, Any], label: str) -> Any:
     _check_params(cls, options, label)
+    check_types(cls, options, f"reward {label!r}")
     try:
         return cls(**options)
     except UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,13 @@ def command(
             raise UserError("--compare reads two result folders; it takes no model, images, texts, prompts or options.")
         from visual_grpo.registry import load_object
 
-        show(name, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
+        found = load_object("visual_grpo.eval.compare:compare")(*compare, name)
+        show(name, found, as_json)
+        if found["only_a"] or found["only_b"]:
+            print(
+                f"Left out: {found['only_a']} samples that only A has and {found['only_b']} that only B has.",
+                file=sys.stderr,
+            )
         return
     if len(given) != 1:
         raise UserError(

@@ -45,7 +45,9 @@ def command(
     if unknown := sorted(set(given) - set(chosen)):
         raise UserError(f"setting for {unknown[0]!r}, which is not served; served are {', '.join(chosen) or 'none'}.")
     rewards: dict[str, Any] = {name: given.get(name, 1.0) for name in chosen}
-    token = token_file.read_text().strip() if token_file is not None else os.environ.get(TOKEN)
+    from visual_grpo.data import read_text
+
+    token = read_text(token_file, "the token").strip() if token_file is not None else os.environ.get(TOKEN)
     if token is not None and not token:
         raise UserError("the token is empty; write one into the file or the variable, or take it away.")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
