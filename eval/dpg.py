@@ -53,7 +53,7 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
         skip_first_row: leave out the first question, as the reference's script does.
     """
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the questions {str(path)!r}: {error}.") from error
@@ -63,6 +63,8 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
         raise UserError(f"{str(path)!r} is no question file of DPG-Bench: the column {missing[0]!r} is missing.")
     items: dict[str, Item] = {}
     for number, row in enumerate(rows, start=1):
+        if lost := [name for name in needed if row[name] is None]:
+            raise UserError(f"{path}, row {number}: the column {lost[0]!r} is missing; the line was cut off.")
         item = items.setdefault(row["item_id"], Item(item_id=row["item_id"], prompt=row["text"]))
         if skip_first_row and number == 1:
             continue
@@ -73,6 +75,8 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
             raise UserError(
                 f"{path}, row {number}: {error}; proposition_id and dependency are whole numbers."
             ) from error
+        if any(identity == other.id for other in item.questions):
+            raise UserError(f"{path}, row {number}: a second question {identity} of item {row['item_id']!r}.")
         category = row["tuple"].partition("(")[0].strip()
         text = row["question_natural_language"]
         item.questions.append(Question(id=identity, text=text, parents=parents, category=category))

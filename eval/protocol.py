@@ -45,7 +45,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any], what: str = "resul
     Raises:
         UserError: naming the settings that differ.
     """
-    given = json.loads(json.dumps(settings, default=str))
+    # A function's text holds its address, which is another one in the next process.
+    given = json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(value))))
     path = folder / SETTINGS
     if path.is_file():
         try:

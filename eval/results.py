@@ -20,10 +20,15 @@ __all__ = ["check_pairing", "means", "task_text", "write_all"]
 Item = Mapping[str, Any]
 
 
-def task_text(row: Item) -> str:
-    """What a problem or question asks, by which `--compare` tells one file's items from another's."""
+def task_text(row: Item, otherwise: str | None = None) -> str:
+    """What a problem or question asks, by which `--compare` tells one file's items from another's.
+
+    Where it has no such text this is `otherwise`, or the whole row.
+    """
     found = next((row[key] for key in ("prompt", "question", "problem") if isinstance(row.get(key), str)), None)
-    return json.dumps(row, sort_keys=True, default=str) if found is None else found
+    if found is not None:
+        return str(found)
+    return json.dumps(row, sort_keys=True, default=str) if otherwise is None else otherwise
 
 
 def check_pairing(texts: str | Path, rows: Sequence[Item], tasks: Sequence[Item]) -> None:

@@ -229,7 +229,7 @@ def _score(
         for part in track(parts, "scoring", len(parts)):
             rows = [metadata[i] for i in part]
             request = RewardRequest.build(
-                [task_text(row) for row in rows], texts=[completions[i] for i in part], metadata=rows
+                [task_text(row, "") for row in rows], texts=[completions[i] for i in part], metadata=rows
             )
             scored = suite.score(request, evaluation=True)
             for i, state, value in zip(part, scored.status[:, 0].tolist(), scored.values[:, 0].tolist(), strict=True):

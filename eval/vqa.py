@@ -39,7 +39,11 @@ def _choice(text: str, row: Row) -> float:
     if not isinstance(choices, list) or not choices:
         raise ValueError("no list 'choices'")
     options = [str(choice) for choice in choices]
-    golds = {gold_option(gold, options) for gold in _golds(row)}
+    answer = row.get("answer")
+    if isinstance(answer, int) and row.get("answers") is None and str(answer) not in options:
+        golds = {gold_option(answer, options)}  # its place
+    else:
+        golds = {gold_option(gold, options) for gold in _golds(row)}
     if None in golds:
         raise ValueError(f"the answer {row.get('answers', row.get('answer'))!r} is none of the choices {options}")
     return float(chosen_option(text, options) in golds)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from visual_grpo.errors import UserError
+
 __all__ = [
     "COLORS",
     "DetectedObject",
@@ -62,6 +64,23 @@ class DetectionFilter:
     identical boxes (as in the reference)."""
     margin: float = 0.1
     """share of the summed extents that an offset must exceed before it counts as a relation."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers with which nothing could count.
+
+        Raises:
+            UserError: naming the number and its range.
+        """
+        ranges = {
+            "threshold": ("from 0 to below 1", 0 <= self.threshold < 1),
+            "counting_threshold": ("from 0 to below 1", 0 <= self.counting_threshold < 1),
+            "max_objects": ("1 or more", self.max_objects >= 1),
+            "max_overlap": ("above 0 and up to 1", 0 < self.max_overlap <= 1),
+            "margin": ("0 or more", self.margin >= 0),
+        }
+        for key, (range_, holds) in ranges.items():
+            if not holds:
+                raise UserError(f"geneval: {key} is {getattr(self, key)}; give a number {range_}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,7 +269,7 @@ class JudgeReward(Reward):
     def _template(self, stored: str) -> str:
         if self.settings.prompt_file is not None:
             try:
-                text = Path(self.settings.prompt_file).read_text(encoding="utf-8")
+                text = Path(self.settings.prompt_file).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{self.label}: prompt_file cannot be read: {error}.") from error
         else:

@@ -59,15 +59,25 @@ def _hints(owner: Any, what: str) -> dict[str, Any]:
 
 
 def _converted(adapter: Any, value: Any) -> bool:
-    """Whether a text stands for what is wanted without being a number (a path, an enumeration)."""
+    """Whether a value stands for what is wanted, such as a text for a path or a list for a tuple, without another meaning."""
     from pydantic import ValidationError
 
-    if not isinstance(value, str):
-        return False
     try:
-        return not isinstance(adapter.validate_python(value), bool | int | float)
+        return _unchanged(adapter.validate_python(value), value)
     except ValidationError:
         return False
+
+
+def _unchanged(found: Any, value: Any) -> bool:
+    if isinstance(value, dict):
+        return isinstance(found, dict) and all(map(_unchanged, found.values(), value.values()))
+    if isinstance(value, list | tuple | set):
+        return isinstance(found, list | tuple | set | frozenset) and all(map(_unchanged, found, value))
+    if isinstance(value, bool) or isinstance(found, bool):
+        return found is value
+    if isinstance(value, str):
+        return not isinstance(found, int | float)
+    return isinstance(found, float) or not isinstance(value, float)
 
 
 def _infinite(value: Any) -> bool:

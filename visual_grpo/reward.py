@@ -234,6 +234,12 @@ def to_output(result: Any, count: int, name: str) -> RewardOutput:
         RewardError: wrong type or length; never retried, for the same call would give it again.
     """
     output = result if isinstance(result, RewardOutput) else _from_plain(result, name)
+    for what, figure in {"values": output.values, "status": output.status, **output.details}.items():
+        if not isinstance(figure, Tensor) and not (what == "status" and figure is None):
+            raise RewardError(
+                f"reward {name!r} returned a RewardOutput whose {what} is {type(figure).__name__}; give a tensor [{count}], or "
+                f"use RewardOutput.from_list."
+            )
     _check_length(output.values, count, name, "values")
     values = output.values.detach().to("cpu", torch.float32).clone()
     if output.status is None:

@@ -76,7 +76,8 @@ class RewardSpec:
                 raise UserError(
                     f"rewards.{name} has no setting {key!r}.{did_you_mean(str(key), known)} Known: {', '.join(known)}."
                 )
-        check_types(cls, given, f"rewards.{name}")
+        told_below = ("weight", "on_failed")
+        check_types(cls, {k: v for k, v in given.items() if k not in told_below}, f"rewards.{name}")
         spec = cls(name=name, **given)
         spec._check()
         return spec

@@ -147,6 +147,8 @@ class RewardService:
         Raises:
             Refusal: too large, compressed, too slow, or the server holds too much already.
         """
+        from starlette.requests import ClientDisconnect
+
         limit = self.limits.body_mb << 20
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "send the body as it is: compressed bodies are not unpacked")
@@ -165,6 +167,8 @@ class RewardService:
                     if self.bytes_held > 8 * limit:
                         raise Refusal(503, "the server is receiving too much at once; come back later")
                     body += part
+        except ClientDisconnect:
+            raise Refusal(400, "the client went away before its body had arrived") from None
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {self.limits.read_s:g} s") from None
         finally:
