@@ -337,12 +337,15 @@ def as_reward(
 
 def _construct(cls: type, options: dict[str, Any], label: str) -> Any:
     _check_params(cls, options, label)
-    check_types(cls, options, f"reward {label!r}")
+    what = f"reward {label!r}"
     try:
-        return cls(**options)
+        made = cls(**options)
+        check_types(cls, options, what)  # after what the reward says itself, which knows more
+        return made
     except UserError:
         raise
     except (TypeError, ValueError) as error:
+        check_types(cls, options, what)
         raise UserError(f"reward {label!r} cannot be built with params {options}: {error}.") from error
     except Exception as error:  # a file or a package that it needs
         raise UserError(

@@ -96,3 +96,5 @@ def test_log_probabilities_above_0_are_no_probabilities(serve):
     judge = build_judge(server.endpoint, "m")
     assert isinstance(judge, VlmJudge)
     assert judge.probability([Image.new("RGB", (8, 8))], ["?"], [("Yes",)]).tolist() == [1.0]
+    reward.close()
+    judge.close()
