@@ -19,7 +19,7 @@ from visual_grpo.json_lines import read_jsonl
 
 __all__ = ["compare", "compare_lines", "read_lines_of"]
 
-_NOT_FIGURES = {"index", "item", "sample", "problem", "non_finite"}
+_NOT_FIGURES = {"index", "item", "sample", "problem", "non_finite", "atom_count", "choices"}
 _PLACE = re.compile(r"(\d+)/(?:samples/)?(\d+)\.\w+$")  # GenEval's layout, in result lines that have no index
 
 

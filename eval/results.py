@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_grpo.errors import UserError
 from visual_grpo.eval.intervals import bootstrap_interval
 from visual_grpo.run_folder import write_atomic
 
-__all__ = ["check_pairing", "means", "task_text", "write_all"]
+__all__ = ["means", "task_text", "write_all"]
 
 Item = Mapping[str, Any]
 
@@ -29,28 +28,6 @@ def task_text(row: Item, otherwise: str | None = None) -> str:
     if found is not None:
         return str(found)
     return json.dumps(row, sort_keys=True, default=str) if otherwise is None else otherwise
-
-
-def check_pairing(texts: str | Path, rows: Sequence[Item], tasks: Sequence[Item]) -> None:
-    """Refuse completions that say themselves that they answer another prompt than the one in their place.
-
-    Args:
-        texts: their file, in the message.
-        rows: the same number for each task, in order.
-        tasks: problems or questions.
-
-    Raises:
-        UserError: naming the first such line.
-    """
-    share = len(rows) // len(tasks)
-    for number, row in enumerate(rows):
-        # A chat template may stand around the prompt.
-        given, asked = row.get("prompt"), tasks[number // share].get("prompt")
-        if isinstance(given, str) and isinstance(asked, str) and "completion" in row and asked.strip() not in given:
-            raise UserError(
-                f"{texts}, line {number + 1} answers the prompt {given[:80]!r}, but prompt {number // share + 1} of the prompt "
-                f"file is {asked[:80]!r}: the two files belong together line by line, {share} completions a prompt."
-            )
 
 
 def means(items: Sequence[Item], figures: Sequence[str], scale: float = 1.0) -> dict[str, Any]:

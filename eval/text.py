@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_grpo.data import check_pairing
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.eval.images import read_lines
 from visual_grpo.eval.judging import Answers, track
 from visual_grpo.eval.protocol import check_settings
-from visual_grpo.eval.results import check_pairing, means, task_text, write_all
+from visual_grpo.eval.results import means, task_text, write_all
 from visual_grpo.reward import RewardRequest
 from visual_grpo.rewards.answers import extract_answer, normalise_answer, same_answer
 from visual_grpo.scoring import RewardSuite

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_grpo.data import check_pairing
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.eval.images import read_lines
 from visual_grpo.eval.protocol import check_settings
-from visual_grpo.eval.results import check_pairing, means, task_text, write_all
+from visual_grpo.eval.results import means, task_text, write_all
 from visual_grpo.eval.vqa_scores import anls, box_iou, match_boxes, read_boxes, vqa_accuracy
 from visual_grpo.rewards.answers import extract_answer, gold_texts, same_answer
 from visual_grpo.rewards.multiple_choice import chosen_option, gold_option

@@ -324,3 +324,10 @@ def test_prompt_rules_with_bad_files_and_weights(options, message, tmp_path, mon
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     assert main(["prompts", "geneval", "--out", "x.jsonl", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_texts_of_other_prompts_are_not_scored(tmp_path, capsys):
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}])
+    texts = write(tmp_path / "t.jsonl", [{"prompt": "2 + 2?", "text": "4"}, {"prompt": "1 + 1?", "text": "2"}])
+    assert main(["score", "--reward", "exact_match", "--texts", str(texts), "--prompts", str(prompts)]) == 2
+    assert "line 1 answers the prompt '2 + 2?'" in capsys.readouterr().err
