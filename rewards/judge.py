@@ -28,6 +28,7 @@ __all__ = ["Failure", "Judge", "JudgeReward", "JudgeSettings", "LazyJudge", "Que
 
 logger = logging.getLogger(__name__)
 
+NUMBERS = ("timeout_s", "concurrency", "batch_size", "max_new_tokens", "top_logprobs", "retries", "retry_wait_s")
 _FIELD = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -104,13 +105,15 @@ class JudgeSettings:
                     f"{name}: no parameter {key!r}.{did_you_mean(str(key), known)} Of the judge: {', '.join(known)}."
                 )
         stated = {key: value for key, value in given.items() if value is not None}
-        check_types(cls, stated, name)
-        return cls(**stated).check(name)
+        check_types(cls, {k: v for k, v in stated.items() if k not in NUMBERS}, name)
+        made = cls(**stated).check(name)
+        check_types(cls, stated, name)  # after the ranges: whole numbers, and no truth values among them
+        return made
 
     def check(self, name: str) -> JudgeSettings:
         """Refuse values out of range; `name` is the reward's."""
         positive = ("timeout_s", "concurrency", "batch_size", "max_new_tokens", "top_logprobs")
-        limits = {key: getattr(self, key) for key in (*positive, "retries", "retry_wait_s")}
+        limits = {key: getattr(self, key) for key in NUMBERS}
         wrong = {
             key: value
             for key, value in limits.items()
