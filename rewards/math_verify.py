@@ -59,7 +59,8 @@ class MathVerify(Reward):
         values: list[float | None] = []
         timed_out = []
         for text, row in zip(request.texts, request.metadata, strict=True):
-            value, slow = None, False
+            value: float | None = None
+            slow = False
             for gold in gold_texts(gold_answer(row, self.gold_key)):  # one or several accepted ones
                 question = {"gold": gold, "completion": text, "extraction": self.extraction}
                 with self._lock:
