@@ -9,6 +9,7 @@ counted (`judge_failed`); CaptionQA's own script scores them 0. The wording of t
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from visual_grpo.eval.caption_scores import (
 from visual_grpo.eval.images import read_lines
 from visual_grpo.eval.intervals import bootstrap_interval
 from visual_grpo.eval.judging import Answers, Question, ask, load_judge, parse_json
+from visual_grpo.eval.protocol import check_settings
 from visual_grpo.eval.results import means, write_all
 from visual_grpo.rewards.vqa_models import opened_judge
 
@@ -77,22 +79,30 @@ Letter:"""
 def captionqa(rows: list[Row], captions: Captions, where: str, asked: Ask, seed: int, _: Any) -> tuple[Row, list[Row]]:
     """Average score and accuracy over questions; the interval draws whole images."""
     generator = random.Random(seed)  # one for all questions in file order, as in the original
-    lines, questions = [], []
+    lines: list[Row] = []
+    questions, answers = [], []
     for number, row in enumerate(rows, start=1):
         _need(row, f"{where}, line {number}", question=str, choices=list, answer=str)
+        if "image" not in row:
+            raise UserError(f"{where}, line {number}: 'image' is missing.")
         choices = [str(choice) for choice in row["choices"]]
         if row["answer"].strip() not in [c.strip() for c in choices]:
             raise UserError(f"{where}, line {number}: the answer {row['answer']!r} is none of the choices {choices}.")
+        if len(choices) >= len(LETTERS):
+            raise UserError(f"{where}, line {number}: {len(choices)} choices are more than there are letters.")
         shown = [*choices] if is_yes_no(row["question"], choices) else [*choices, CANNOT]
-        generator.shuffle(shown)
+        generator.shuffle(shown)  # also for images without a caption, so that two models get the same orders
+        if str(row["image"]) not in captions:
+            continue
         listed = "\n".join(f"{LETTERS[i]}. {text}" for i, text in enumerate(shown))
         prompt = QA_PROMPT.format(caption=captions[str(row["image"])], question=row["question"], choices=listed)
         questions.append(Question(prompt=prompt, read=partial(read_letter, choices=len(shown))))
+        answers.append(row["answer"])
         lines.append({"item": str(row["image"]), "question": row["question"], "shown": shown, "choices": len(choices)})
-    for line, row, letter in zip(lines, rows, asked(questions, description="answering"), strict=True):
+    for line, answer, letter in zip(lines, answers, asked(questions, description="answering"), strict=True):
         chosen = None if letter is None else line["shown"][LETTERS.index(letter)]
         line["chosen"] = chosen
-        line["score"] = None if chosen is None else captionqa_score(chosen, row["answer"], line["choices"])
+        line["score"] = None if chosen is None else captionqa_score(chosen, answer, line["choices"])
         line["accuracy"] = None if chosen is None else float(line["score"] == 1.0)
         line["cannot_answer"] = None if chosen is None else float(chosen == CANNOT)
     scored = [line for line in lines if line["score"] is not None]
@@ -311,8 +321,13 @@ def evaluate(
         return path
 
     with opened_judge(judge, judge_model, judge_options, load=load_judge) as (name, found):
+        if out is not None:
+            asked_about = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
+            settings = {"evaluation": "caption", "protocol": protocol, "judge": name, "order_seed": order_seed}
+            check_settings(Path(out), {**settings, "prompts": asked_about})
         asked: Ask = partial(ask, found, name=name, answers=answers, workers=workers, retries=retries)
-        summary, lines = PROTOCOLS[protocol](rows, captions, str(prompts), asked, order_seed, picture)
+        told = everything if protocol == "captionqa" else rows
+        summary, lines = PROTOCOLS[protocol](told, captions, str(prompts), asked, order_seed, picture)
     summary = {"protocol": protocol, "judge": name, "without_caption": len(everything) - len(rows), **summary}
     write_all(out, summary=summary, results=lines, items=_items(lines))
     return summary

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_grpo.data import read_text
 from visual_grpo.errors import UserError
 from visual_grpo.eval.intervals import paired_bootstrap
 from visual_grpo.json_lines import read_jsonl
 
 __all__ = ["compare", "compare_lines", "read_lines_of"]
 
-_NOT_FIGURES = {"index", "item", "sample", "problem", "non_finite"}
+_NOT_FIGURES = {"index", "item", "sample", "problem", "non_finite", "atom_count", "choices"}
 _PLACE = re.compile(r"(\d+)/(?:samples/)?(\d+)\.\w+$")  # GenEval's layout, in result lines that have no index
 
 
@@ -51,8 +52,12 @@ def _keyed(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[
         place = _PLACE.search(str(line.get("filename", "")))
         index = next((line[k] for k in ("index", "item", "problem") if k in line), int(place[1]) if place else None)
         prompt = f"{index}/{line.get('prompt', '')}"
-        number = int(line["sample"]) if "sample" in line else int(place[2]) if place else counts.get(prompt, 0)
+        number = (
+            line["sample"] if isinstance(line.get("sample"), int) else int(place[2]) if place else counts.get(prompt, 0)
+        )
         counts[prompt] = counts.get(prompt, 0) + 1
+        if (prompt, number) in keyed:
+            raise UserError(f"--compare: two result lines are of sample {number} of prompt {prompt!r}; score it again.")
         keyed[prompt, number] = line
     return keyed
 
@@ -127,13 +132,22 @@ def _row(name: str, group: str, triples: Sequence[tuple[str, Any, Any]]) -> dict
     }
 
 
-def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
+def compare(a: str | Path, b: str | Path, evaluation: str | None = None) -> dict[str, Any]:
     """Compare two result folders (see `compare_lines`).
+
+    Args:
+        a, b: result folders, or their result lines.
+        evaluation: what they must be of, where they say; None: anything.
 
     Raises:
         UserError: a folder without results, or results of two evaluations or of different settings that decide the score.
     """
     settings = [_settings(Path(path)) for path in (a, b)]
+    for path, found in zip((a, b), settings, strict=True):
+        if evaluation is not None and found.get("evaluation", evaluation) != evaluation:
+            raise UserError(
+                f"--compare: {str(path)!r} holds results of {found['evaluation']!r}, not of {evaluation!r}."
+            )
     if all(settings):
         differ = [key for key in sorted({*settings[0], *settings[1]}) if settings[0].get(key) != settings[1].get(key)]
         if differ:
@@ -145,5 +159,13 @@ def compare(a: str | Path, b: str | Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    file = path / "settings.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    file = (path if path.is_dir() else path.parent) / "settings.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(read_text(file, "settings"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"--compare: {str(file)!r} is not a JSON object; score the folder again.")
+    return found

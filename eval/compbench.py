@@ -27,7 +27,7 @@ from visual_grpo.eval.images import ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
 from visual_grpo.reward import to_pil
 from visual_grpo.rewards.geneval import load_detector
-from visual_grpo.rewards.geneval_rules import DetectionFilter, filter_detections
+from visual_grpo.rewards.geneval_rules import DetectionFilter, check_clauses, filter_detections
 from visual_grpo.rewards.vqa_models import YES, opened_judge
 
 __all__ = ["CATEGORIES", "SAMPLES", "evaluate"]
@@ -81,8 +81,15 @@ def evaluate(
         raise UserError(
             f"compbench: category is {category!r} and parser {parser!r}; give {', '.join(CATEGORIES)}, and rules or spacy."
         )
+    if near <= 0:
+        raise UserError(f"compbench: near is {near}; give pixels above 0.")
     keep = DetectionFilter(threshold=threshold, counting_threshold=threshold)
     samples = find_samples(images, prompts)
+    for sample in samples:
+        try:
+            check_clauses(sample.metadata)
+        except ValueError as error:
+            raise UserError(f"{sample.file}: {error}; mend its line of the prompt file.") from None
     settings: dict[str, Any] = {"category": category, "threshold": threshold, "near": near, "parser": parser}
 
     def run(source: str, rate: Callable[[list[Any], Tensor], list[dict[str, Any]]]) -> list[dict[str, Any]]:

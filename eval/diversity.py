@@ -6,6 +6,7 @@ different features are not comparable.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from visual_grpo.errors import UserError
-from visual_grpo.eval.features import load_features, pack, unpack
+from visual_grpo.eval.features import feature_rows, load_features, pack, unpack
 from visual_grpo.eval.images import ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
 
@@ -64,13 +65,15 @@ def evaluate(
     extract = load_features(features)
 
     def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
-        rows = extract(pictures).float().cpu()
+        rows = feature_rows(extract, pictures)
         return [_line(sample, row) for sample, row in zip(samples, rows, strict=True)]
 
     name = features if isinstance(features, str) else type(features).__name__
     found = find_samples(images, prompts)
     lines = score_samples(found, score, name="diversity", out=out, settings={"features": name}, batch_size=batch_size)
     groups = _groups(lines)
+    if any(math.isnan(group["diversity"]) for group in groups):
+        raise UserError(f"diversity: the features {name!r} of an image are not finite; look at the images.")
     if not groups:
         raise UserError("diversity needs at least two images of a prompt; sample more (samples=4).")
     rows = [figure("diversity (1 - cosine)", groups, "diversity")]

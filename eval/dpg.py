@@ -53,7 +53,7 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
         skip_first_row: leave out the first question, as the reference's script does.
     """
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the questions {str(path)!r}: {error}.") from error
@@ -63,6 +63,8 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
         raise UserError(f"{str(path)!r} is no question file of DPG-Bench: the column {missing[0]!r} is missing.")
     items: dict[str, Item] = {}
     for number, row in enumerate(rows, start=1):
+        if lost := [name for name in needed if row[name] is None]:
+            raise UserError(f"{path}, row {number}: the column {lost[0]!r} is missing; the line was cut off.")
         item = items.setdefault(row["item_id"], Item(item_id=row["item_id"], prompt=row["text"]))
         if skip_first_row and number == 1:
             continue
@@ -73,6 +75,8 @@ def read_questions(path: str | Path, *, skip_first_row: bool = False) -> list[It
             raise UserError(
                 f"{path}, row {number}: {error}; proposition_id and dependency are whole numbers."
             ) from error
+        if any(identity == other.id for other in item.questions):
+            raise UserError(f"{path}, row {number}: a second question {identity} of item {row['item_id']!r}.")
         category = row["tuple"].partition("(")[0].strip()
         text = row["question_natural_language"]
         item.questions.append(Question(id=identity, text=text, parents=parents, category=category))
@@ -101,7 +105,7 @@ def _find(folder: str | Path, items: Sequence[Item], prompts: str | Path | None)
     found = [(*by_id[f.stem], f) for f in named if f.stem in by_id]
     if found:
         return [
-            ImageSample(file=f, index=number, metadata={"prompt": item.prompt, "item_id": item.item_id})
+            ImageSample(file=f, index=number, metadata=_metadata(item))
             for number, item, f in sorted(found, key=lambda entry: entry[0])
         ]
     by_text = {item.prompt: item.item_id for item in items}
@@ -110,9 +114,13 @@ def _find(folder: str | Path, items: Sequence[Item], prompts: str | Path | None)
         identity = str(sample.metadata.get("item_id", by_text.get(str(sample.metadata.get("prompt")))))
         if identity not in by_id:
             raise UserError(f"{sample.file}: the question file has neither its item_id nor its prompt.")
-        metadata = {"prompt": by_id[identity][1].prompt, "item_id": identity}
-        samples.append(ImageSample(file=sample.file, index=sample.index, metadata=metadata))
+        samples.append(ImageSample(file=sample.file, index=sample.index, metadata=_metadata(by_id[identity][1])))
     return samples
+
+
+def _metadata(item: Item) -> dict[str, Any]:
+    """What a result depends on: other questions are asked anew."""
+    return {"prompt": item.prompt, "item_id": item.item_id, "questions": list(map(vars, item.questions))}
 
 
 def _tiles(image: Tensor, resolution: int | None) -> list[Tensor]:
@@ -166,8 +174,9 @@ def evaluate(
     """
     if images is None or questions is None:
         raise UserError("dpg needs images (--images DIR) or a model, and the question file (questions=dpg_bench.csv).")
+    if resolution is not None and resolution < 1:
+        raise UserError(f"dpg: resolution is {resolution}; give the side of one image of a tile, or leave it out.")
     items = {item.item_id: item for item in read_questions(questions, skip_first_row=skip_first_row)}
-
     samples = _find(images, list(items.values()), prompts)
     with opened_judge(judge, judge_model, judge_options) as (name, asked):
 

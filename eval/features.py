@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 from visual_grpo.errors import UserError
 from visual_grpo.registry import load_object
 
-__all__ = ["load_features", "pack", "pixel_features", "unpack"]
+__all__ = ["feature_rows", "load_features", "pack", "pixel_features", "unpack"]
 
 FEATURES = {
     "pixels": "visual_grpo.eval.features:pixel_features",
@@ -48,6 +48,19 @@ def load_features(given: Any) -> Callable[[Tensor], Tensor]:
         raise UserError(f"the image features {given!r} are no function of images [N, 3, H, W] that returns [N, D].")
     found: Callable[[Tensor], Tensor] = given
     return found
+
+
+def feature_rows(extract: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """Features [N, D] of images [N, 3, H, W], float32 on the CPU.
+
+    Raises:
+        UserError: the function returns anything else.
+    """
+    found: Any = extract(images)
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
+        given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(f"the image features must be a tensor [{len(images)}, D], one row an image; they are {given}.")
+    return found.float().cpu()
 
 
 def pack(row: Tensor) -> str:

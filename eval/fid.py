@@ -6,6 +6,7 @@ images around the value, for a resample has doubled images and so a larger dista
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from visual_grpo.errors import UserError
-from visual_grpo.eval.features import load_features, pack, unpack
+from visual_grpo.eval.features import feature_rows, load_features, pack, unpack
 from visual_grpo.eval.images import ImageSample, find_pictures
 from visual_grpo.eval.protocol import finish, score_samples
 
 __all__ = ["evaluate", "frechet_distance"]
+
+logger = logging.getLogger(__name__)
 
 
 class _Given(nn.Module):
@@ -110,6 +113,16 @@ def evaluate(
     lines = _features(images, extract, name, out, batch_size)
     known = _features(reference, extract, name, None if out is None else Path(out) / "reference", batch_size)
     generated, real = unpack(lines), unpack(known)
+    for where, rows in ((images, generated), (reference, real)):
+        if not bool(torch.isfinite(rows).all()):
+            raise UserError(
+                f"fid: the features {name!r} of an image in {str(where)!r} are not finite; look at the images."
+            )
+    if min(len(generated), len(real)) <= generated.shape[1]:
+        logger.warning(
+            "fid: %d and %d images are too few for %d features: the covariances are singular and the figure is biased upward; "
+            "compare it only with figures of as many images.", len(generated), len(real), generated.shape[1],
+        )  # fmt: skip
     value = frechet_distance(generated, real)
     row = {"figure": f"FID ({name})", "group": "", "value": value, "low": None, "high": None}
     if resamples > 1:
@@ -130,7 +143,7 @@ def _features(
 ) -> list[dict[str, Any]]:
     def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
         with torch.no_grad():
-            return [{"features": pack(row)} for row in extract(pictures).float().cpu()]
+            return [{"features": pack(row)} for row in feature_rows(extract, pictures)]
 
     samples = find_pictures(folder)
     if len(samples) < 2:

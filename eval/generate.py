@@ -28,6 +28,9 @@ from visual_grpo.registry import ADAPTERS
 from visual_grpo.run_folder import write_atomic
 from visual_grpo.types import PromptBatch
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+ENDS = 1 << 20
+
 
 def guess_family(path: str) -> str:
     """The adapter of a model folder by its marker file: a diffusers pipeline's class, else a causal language model.
@@ -121,6 +124,7 @@ def generate(
                 "seed": seed,
             }
             settings |= {"sampling": chosen, "dtype": dtype, "prompts": _digest(rows)}
+            settings["weights"] = weights_digest(Path(model), lora, leave=out)
             check_settings(out, settings, "samples")
         ranks.barrier()
         adapter, options = load_generator(model, lora, name, chosen, dtype, ranks.device)
@@ -149,6 +153,32 @@ def _digest(rows: list[PromptRow]) -> str:
     """What tells one prompt set from another, wherever its file lies."""
     text = json.dumps([row.metadata for row in rows], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def weights_digest(model: Path, lora: Path | None, *, leave: Path | None = None) -> str:
+    """What tells the weights of a local model and LoRA from others under the same path: sizes, beginnings and ends of the files.
+
+    Args:
+        model: folder; anything else (a hub id) has none.
+        lora: file or folder.
+        leave: folder inside that is not looked at.
+    """
+    found = hashlib.sha256()
+    for place in (model, lora):
+        if place is None:
+            continue
+        files = (
+            [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in WEIGHTS and f.is_file())
+        )
+        for file in files:
+            if leave is not None and file.resolve().is_relative_to(leave.resolve()):
+                continue
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                begin = stream.read(ENDS)
+                stream.seek(max(size - ENDS, 0))
+                found.update(f"{file.name} {size} ".encode() + begin + stream.read(ENDS))
+    return found.hexdigest()[:16]
 
 
 def sample_id(seed: int, prompt: int, sample: int) -> int:

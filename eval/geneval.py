@@ -65,7 +65,10 @@ def judge_images(
             raise UserError(
                 f"{filename}: its metadata has no {', '.join(missing)}; GenEval needs tag, prompt and include."
             )
-        judged = Judgement(raw, row, keep or DetectionFilter())
+        try:
+            judged = Judgement(raw, row, keep or DetectionFilter())
+        except ValueError as error:
+            raise UserError(f"{filename}: {error}; mend its line of the prompt file.") from None
         boxes = {name: [[*map(float, o.box), float(o.score)] for o in found] for name, found in judged.objects.items()}
         lines.append(
             {

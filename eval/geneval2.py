@@ -41,7 +41,8 @@ def geometric_mean(scores: Sequence[float]) -> float:
 
 def _questions(sample: ImageSample) -> list[tuple[str, str]]:
     given = sample.metadata.get("vqa_list")
-    if not given or any(len(pair) != 2 for pair in given):
+    usable = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
+    if not given or not usable:
         raise UserError(
             f"{sample.file}: its metadata has no vqa_list of [question, answer]; geneval2 needs its prompt file."
         )
@@ -98,7 +99,7 @@ def evaluate(
     ]
     for skill in dict.fromkeys(a["skill"] for a in answers if a["skill"] is not None):
         rows.append(figure(skill, [a for a in answers if a["skill"] == skill], "score", scale=100.0, group="skill"))
-    for atoms in sorted({line["atom_count"] for line in lines if line["atom_count"] is not None}):
+    for atoms in sorted({line["atom_count"] for line in lines if line["atom_count"] is not None}, key=_by_size):
         chosen = [line for line in lines if line["atom_count"] == atoms]
         rows.append(figure(str(atoms), chosen, "gm", scale=100.0, group="atoms"))
     summary = {"am": rows[0]["value"], "gm": rows[1]["value"], "judge": name, "images": len(lines)}
@@ -107,17 +108,21 @@ def evaluate(
     return finish({**summary, "table": rows}, lines, out=out, verdict=_verdict, grid=grid)
 
 
+def _by_size(atoms: Any) -> tuple[float, str]:
+    return (float(atoms), "") if isinstance(atoms, int | float) else (math.inf, str(atoms))
+
+
 def _line(judge: Any, sample: ImageSample, picture: Any, suffix: str) -> dict[str, Any]:
     pairs = _questions(sample)
     forms = [accepted_forms(question, answer) for question, answer in pairs]
     scores = judge.probability([picture] * len(pairs), [question + suffix for question, _ in pairs], forms).tolist()
-    skills = list(sample.metadata.get("skills") or [])
+    skills = sample.metadata.get("skills")
     return {
         "prompt": str(sample.metadata.get("prompt", "")),
         "am": arithmetic_mean(scores),
         "gm": geometric_mean(scores),
         "scores": scores,
-        "skills": skills if len(skills) == len(scores) else [None] * len(scores),
+        "skills": skills if isinstance(skills, list) and len(skills) == len(scores) else [None] * len(scores),
         "atom_count": sample.metadata.get("atom_count"),
         "questions": [question for question, _ in pairs],
     }

@@ -7,6 +7,7 @@ their own and are not made again by any seed of these rules: figures on a genera
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def share_out(count: int, mix: Mapping[str, float]) -> dict[str, int]:
     {'position': 7, 'colors': 3}
     """
     total = sum(mix.values())
-    if count < 1 or total <= 0 or min(mix.values()) < 0:
+    if count < 1 or not 0 < total < math.inf or min(mix.values()) < 0:
         raise UserError(
             f"prompts need a count of at least 1 and weights from 0, not all 0; got {count} and {dict(mix)}."
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from visual_grpo.data import read_text
 from visual_grpo.errors import UserError
+from visual_grpo.pictures import to_rgb
 from visual_grpo.reward import to_pil
 from visual_grpo.run_folder import write_atomic
 
-__all__ = ["ImageSample", "find_pictures", "find_samples", "load_batches", "load_image", "read_lines", "write_samples"]
+__all__ = [
+    "ImageSample",
+    "find_pictures",
+    "find_samples",
+    "load_batches",
+    "load_image",
+    "read_lines",
+    "read_prompts",
+    "write_samples",
+]
 
+logger = logging.getLogger(__name__)
+
+OWN = ("successes.png", "failures.png")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _FLAT = re.compile(r"^(\d+)(?:[_-](\d+))?$")
 
@@ -64,6 +78,23 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
+    """Read a prompt file of pictures, each line with a text under `prompt`.
+
+    Raises:
+        UserError: a line without one, which would be scored against an empty prompt.
+    """
+    rows = read_lines(path)
+    for number, row in enumerate(rows, start=1):
+        named = isinstance(row.get("prompt"), str) and row["prompt"].strip()
+        if not named and "item_id" not in row:  # DPG-Bench's items are found by their number
+            raise UserError(
+                f"{path}, prompt {number}: 'prompt' must be a text, got {row.get('prompt')!r}; the line has "
+                f"{', '.join(map(repr, row)) or 'nothing'}."
+            )
+    return rows
+
+
 def find_samples(folder: str | Path, prompts: str | Path | None = None) -> list[ImageSample]:
     """List the images of a folder with their prompts, sorted by prompt and name.
 
@@ -75,12 +106,31 @@ def find_samples(folder: str | Path, prompts: str | Path | None = None) -> list[
     root = Path(folder)
     if not root.is_dir():
         raise UserError(f"there is no folder {str(root)!r}.")
-    rows = None if prompts is None else read_lines(prompts)
+    rows = None if prompts is None else read_prompts(prompts)
     numbered = sorted((d for d in root.iterdir() if d.is_dir() and d.name.isdecimal()), key=lambda d: int(d.name))
     samples = [*_nested(numbered, rows)] if numbered else [*_flat(root, rows)]
     if not samples:
         raise UserError(f"{str(root)!r} has no images: neither 00000/samples/0000.png nor 00000.png was found.")
+    _tell_left_out(root, samples, rows, numbered)
     return samples
+
+
+def _tell_left_out(
+    root: Path, samples: Sequence[ImageSample], rows: Sequence[dict[str, Any]] | None, folders: Sequence[Path]
+) -> None:
+    """Warn of prompts without an image and of images whose name says no prompt: a figure over a part looks like any other."""
+    there = {sample.index for sample in samples}
+    empty = sorted({int(folder.name) for folder in folders} - there)
+    if rows is not None:
+        empty = [index for index in range(len(rows)) if index not in there]
+    if empty:
+        logger.warning("%s: %d prompts have no image (the first: number %d, from 0).", root, len(empty), empty[0])
+    used = {sample.file for sample in samples}
+    other = [f for f in root.iterdir() if f.suffix.lower() in SUFFIXES and f not in used and f.name not in OWN]
+    if other:
+        logger.warning(
+            "%s: %d images are left out, such as %s: names say the prompt, 00000.png.", root, len(other), other[0].name
+        )
 
 
 def find_pictures(folder: str | Path) -> list[ImageSample]:
@@ -99,7 +149,7 @@ def _nested(folders: Sequence[Path], rows: Sequence[dict[str, Any]] | None) -> I
             source = folder / "metadata.jsonl"
             if not source.is_file():
                 raise UserError(f"{str(source)!r} is missing; add it, or give the prompt file (--prompts FILE).")
-            metadata = read_lines(source)[0]
+            metadata = read_prompts(source)[0]
         else:
             metadata = _row(rows, index, folder)
         inner = folder / "samples" if (folder / "samples").is_dir() else folder
@@ -130,10 +180,10 @@ def _row(rows: Sequence[dict[str, Any]], index: int, where: Path) -> dict[str, A
 
 
 def load_image(file: Path) -> Tensor:
-    """Read one image [3, H, W] in [0, 1], turned as its EXIF tag says."""
+    """Read one image [3, H, W] in [0, 1], as `to_rgb` shows it."""
     try:
         with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            image = to_rgb(opened)
     except Exception as error:  # Pillow's formats raise SyntaxError, ValueError, struct.error and more
         raise UserError(f"cannot read the image {str(file)!r}: {error}.") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from visual_grpo.errors import RunError, UserError
+from visual_grpo.json_lines import read_jsonl
+from visual_grpo.pictures import to_rgb
 from visual_grpo.rewards.vqa_models import VlmJudge, build_judge, judge_name
+from visual_grpo.run_folder import write_atomic
 
 __all__ = ["Answers", "Judge", "Question", "ask", "load_judge", "parse_json", "track"]
 
@@ -46,7 +49,7 @@ class Question(Generic[T]):
 
     def key(self, judge: str) -> str:
         """Changes with everything that the answer depends on."""
-        content = [judge, self.prompt, None if self.image is None else self.image.name]
+        content = [judge, self.prompt, None if self.image is None else _digest(self.image)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
@@ -90,11 +93,10 @@ class Answers:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
-            if len(whole) < len(lines):
-                path.write_text("".join(whole), encoding="utf-8")
-            self._found = {record["key"]: record for record in map(json.loads, whole)}
+            records = read_jsonl(path, torn_end=True)
+            self._found = {str(record["key"]): record for record in records if "key" in record}
+            if not path.read_bytes().endswith(b"\n"):
+                write_atomic(path, "".join(json.dumps(record) + "\n" for record in self._found.values()))
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The record under `key`."""
@@ -134,7 +136,12 @@ def ask(
 
     Raises:
         RunError: the judge failed on every question, or an endpoint could not be reached.
+        UserError: numbers out of range.
     """
+    if workers < 1 or retries < 0:
+        raise UserError(
+            f"workers is {workers} and retries {retries}; give workers of 1 or more, and retries of 0 or more."
+        )
     call = load_judge(judge)
     name = name or judge_name(judge, call)
     store = answers or Answers(None)
@@ -201,9 +208,17 @@ def _open(path: Path | None) -> Image.Image | None:
         return None
     try:
         with Image.open(path) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except OSError as error:
+            return to_rgb(opened)
+    except Exception as error:  # Pillow's formats raise SyntaxError, ValueError, struct.error and more
         raise UserError(f"cannot read the image {str(path)!r}: {error}.") from error
+
+
+def _digest(image: Path) -> str:
+    """Another picture under the same name is another question."""
+    try:
+        return hashlib.sha256(image.read_bytes()).hexdigest()[:32]
+    except OSError as error:
+        raise UserError(f"cannot read the image {str(image)!r}: {error.strerror or error}.") from error
 
 
 def parse_json(text: str) -> Any:
@@ -217,6 +232,6 @@ def parse_json(text: str) -> Any:
         if character in "[{":
             try:
                 return decoder.raw_decode(text, start)[0]
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # also a number of too many digits
                 continue
     raise ValueError(f"no JSON in {text[:80]!r}")

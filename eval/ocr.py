@@ -15,6 +15,7 @@ from torch import Tensor
 from visual_grpo.errors import UserError
 from visual_grpo.eval.images import ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
+from visual_grpo.option_types import check_types
 from visual_grpo.reward import to_pil
 from visual_grpo.rewards.ocr import Ocr
 from visual_grpo.rewards.ocr_score import match_text
@@ -117,6 +118,7 @@ def evaluate(
         ocr = Ocr(**reader)
     except TypeError as error:
         raise UserError(f"ocr: {error}.") from error
+    check_types(Ocr, reader, "evaluation 'ocr'")
     results = evaluate_folder(images, ocr, prompts=prompts, batch_size=batch_size, out=out, settings=reader)
     summary = summarise(results)
     if not summary["images"]:

@@ -111,7 +111,10 @@ def evaluate(
 
         settings = {"rewards": config}
         samples = find_samples(images, prompts)
-        lines = score_samples(samples, score, name="preference", out=out, settings=settings, batch_size=batch_size)
+        lines = score_samples(
+            samples, score, name="preference", out=out, settings=settings, batch_size=batch_size,
+            lasts=lambda line: "failed" not in line["status"].values(),
+        )  # fmt: skip
         scales = {
             spec.name: table_scale(spec.name, runner.reward) if scale == "drawbench" else 1.0
             for spec, runner in zip(suite.specs, suite._runners, strict=True)

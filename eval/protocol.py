@@ -2,11 +2,12 @@
 
 A result folder holds `settings.json` (what the numbers depend on), `results.jsonl` (one line a sample, written as they come),
 `summary.json`, `table.md` and, for pictures, `successes.png` and `failures.png`. A run that was interrupted goes on where it
-stopped; a picture that has changed since is scored again; other settings need another folder.
+stopped; a picture that has changed since, or whose prompt has, is scored again; other settings need another folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ __all__ = [
 Line = dict[str, Any]
 SETTINGS, RESULTS = "settings.json", "results.jsonl"
 STAMP = "stamp"
-"""key of a result line: size and time of the file that was scored."""
+"""key of a result line: size and time of the file that was scored, and a digest of what its prompt asks for."""
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any], what: str = "results") -> None:
@@ -44,7 +45,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any], what: str = "resul
     Raises:
         UserError: naming the settings that differ.
     """
-    given = json.loads(json.dumps(settings, default=str))
+    # A function's text holds its address, which is another one in the next process.
+    given = json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(value))))
     path = folder / SETTINGS
     if path.is_file():
         try:
@@ -62,9 +64,10 @@ def check_settings(folder: Path, settings: Mapping[str, Any], what: str = "resul
     write_atomic(path, json.dumps(given, indent=2, sort_keys=True) + "\n")
 
 
-def _stamp(file: Path) -> str:
-    state = file.stat()
-    return f"{state.st_size}/{state.st_mtime_ns}"
+def _stamp(sample: ImageSample) -> str:
+    state = sample.file.stat()
+    asked = json.dumps([sample.index, sample.metadata], sort_keys=True, default=str)
+    return f"{state.st_size}/{state.st_mtime_ns}/{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
 
 
 def score_samples(
@@ -75,6 +78,7 @@ def score_samples(
     out: str | Path | None,
     settings: Mapping[str, Any],
     batch_size: int = 64,
+    lasts: Callable[[Line], bool] = lambda line: True,
 ) -> list[Line]:
     """Score images batch by batch with a progress bar, keeping what `out` has already.
 
@@ -85,18 +89,24 @@ def score_samples(
         out: result folder, or None to keep nothing.
         settings: what the lines depend on, beside the images.
         batch_size: images read and scored at a time.
+        lasts: whether a stored line counts when the evaluation is started again; failures are better tried again.
 
     Returns:
         One line a sample, in order.
+
+    Raises:
+        UserError: other settings than the folder's, or no batch size.
     """
+    if batch_size < 1:
+        raise UserError(f"{name}: batch_size is {batch_size}; give 1 or more.")
     done: dict[str, Line] = {}
     target = None if out is None else Path(out) / RESULTS
     if target is not None:
         check_settings(target.parent, {"evaluation": name, **settings})
         if target.is_file():
-            done = {line["filename"]: line for line in read_jsonl(target, torn_end=True) if "filename" in line}
-    stamps = {str(s.file): _stamp(s.file) for s in samples}
-    kept = {key: line for key, line in done.items() if line.get(STAMP) == stamps.get(key)}
+            done = {str(line.get("filename")): line for line in read_jsonl(target, torn_end=True)}
+    stamps = {str(s.file): _stamp(s) for s in samples}
+    kept = {key: line for key, line in done.items() if line.get(STAMP) == stamps.get(key, "") and lasts(line)}
     if target is not None and target.is_file():  # without a torn end and without lines that no longer count
         write_atomic(target, "".join(map(json_line, kept.values())))
     missing = [s for s in samples if str(s.file) not in kept]

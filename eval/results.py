@@ -12,10 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from visual_grpo.eval.intervals import bootstrap_interval
+from visual_grpo.run_folder import write_atomic
 
-__all__ = ["means", "write_all"]
+__all__ = ["means", "task_text", "write_all"]
 
 Item = Mapping[str, Any]
+
+
+def task_text(row: Item, otherwise: str | None = None) -> str:
+    """What a problem or question asks, by which `--compare` tells one file's items from another's.
+
+    Where it has no such text this is `otherwise`, or the whole row.
+    """
+    found = next((row[key] for key in ("prompt", "question", "problem") if isinstance(row.get(key), str)), None)
+    if found is not None:
+        return str(found)
+    return json.dumps(row, sort_keys=True, default=str) if otherwise is None else otherwise
 
 
 def means(items: Sequence[Item], figures: Sequence[str], scale: float = 1.0) -> dict[str, Any]:
@@ -31,7 +43,7 @@ def means(items: Sequence[Item], figures: Sequence[str], scale: float = 1.0) -> 
 
 
 def _write_lines(path: Path, lines: Iterable[Item]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_all(
@@ -44,4 +56,4 @@ def write_all(
     folder.mkdir(parents=True, exist_ok=True)
     _write_lines(folder / "results.jsonl", results)
     _write_lines(folder / "items.jsonl", items)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_atomic(folder / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_grpo.errors import UserError
+from visual_grpo.data import check_pairing
+from visual_grpo.errors import RunError, UserError
 from visual_grpo.eval.images import read_lines
 from visual_grpo.eval.judging import Answers, track
-from visual_grpo.eval.results import means, write_all
+from visual_grpo.eval.protocol import check_settings
+from visual_grpo.eval.results import means, task_text, write_all
 from visual_grpo.reward import RewardRequest
 from visual_grpo.rewards.answers import extract_answer, normalise_answer, same_answer
 from visual_grpo.scoring import RewardSuite
@@ -152,7 +154,7 @@ def evaluate(
     adapter: str | Path | None = None,
     images: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Score a file of completions.
+    """Score a file of completions; a problem with a sample on which the reward failed is left out and counted (`failed`).
 
     Args:
         texts: JSON lines with `completion` (or `text`), perhaps `truncated`; the same number of lines for each problem, in the
@@ -169,36 +171,54 @@ def evaluate(
     problems, rows = read_lines(prompts), read_lines(texts)
     if len(rows) % len(problems):
         raise UserError(f"{len(rows)} completions for {len(problems)} problems: each needs the same number, in order.")
+    check_pairing(texts, rows, problems)
     share = len(rows) // len(problems)
     wanted = [ks] if isinstance(ks, int) else list(ks)
     if any(not 1 <= k <= share for k in wanted):
         raise UserError(f"ks is {ks}; there are {share} samples of each problem, so every k must lie in 1..{share}.")
+    if score_batch < 1:
+        raise UserError(f"score_batch is {score_batch}; give 1 or more.")
+    if out is not None:
+        check_settings(Path(out), {"evaluation": "text", "reward": reward, "threshold": threshold})
     completions = [_completion(row, number, texts) for number, row in enumerate(rows, start=1)]
     metadata = [problems[i // share] for i in range(len(rows))]
-    values = _score(reward, completions, metadata, None if out is None else Path(out) / "verdicts.jsonl", score_batch)
+    values, failed = _score(
+        reward, completions, metadata, None if out is None else Path(out) / "verdicts.jsonl", score_batch
+    )
     truncated = [bool(row.get("truncated", False)) for row in rows]
-    if all(value is None for value in values):
+    if all(value is None for value in values) and not failed:
         raise UserError(f"reward {reward!r} applies to no problem of {str(prompts)!r}: no gold answer could be read.")
+    broken = {i // share for i in failed}
     kept = [p for p in range(len(problems)) if None not in values[p * share : (p + 1) * share]]
+    if not kept:
+        raise RunError(
+            f"reward {reward!r} scored all samples of no problem: {len(broken)} have a sample on which it failed."
+        )
     correct = [v is not None and v >= threshold and not t for v, t in zip(values, truncated, strict=True)]
     answers = [extract_answer(text) for text in completions]
     right = [correct[p * share : (p + 1) * share] for p in kept]
     given = [answers[p * share : (p + 1) * share] for p in kept]
     summary = summarise(right, given, ks=wanted)
-    summary |= {"without_gold": len(problems) - len(kept), "truncation_rate": sum(truncated) / len(truncated)}
+    summary |= {"without_gold": len(problems) - len(kept) - len(broken), "failed": len(broken)}
+    summary |= {"truncation_rate": sum(truncated) / len(truncated)}
     lines = [
         {"problem": i // share, "answer": answer, "correct": verdict, "truncated": cut}
         for i, (answer, verdict, cut) in enumerate(zip(answers, correct, truncated, strict=True))
     ]
     items = by_problem(right, given, ks=wanted, names=[str(p) for p in kept])
+    for item, p in zip(items, kept, strict=True):
+        item["prompt"] = task_text(problems[p])
     write_all(out, summary=summary, results=lines, items=items)
     return summary
 
 
 def _score(
     reward: str, completions: Sequence[str], metadata: Sequence[dict[str, Any]], path: Path | None, batch: int
-) -> list[float | None]:
-    """Value of each completion, None where the reward does not apply; kept in `path`, so an interrupted run goes on."""
+) -> tuple[list[float | None], list[int]]:
+    """Value of each completion, None where there is none, and which have failed; kept in `path`, so an interrupted run goes on.
+
+    Failures are not kept: the next run tries them again.
+    """
     verdicts = Answers(path)
     keys = [
         hashlib.sha256(json.dumps([reward, text, row], sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -206,18 +226,19 @@ def _score(
     ]
     missing = [i for i in {key: i for i, key in enumerate(keys)}.values() if verdicts.get(keys[i]) is None]
     parts = [missing[start : start + batch] for start in range(0, len(missing), batch)]
-    with RewardSuite({reward: {"timeout_s": None, "retries": 0, "on_failed": "stop"}}) as suite:
+    with RewardSuite({reward: {"timeout_s": None, "retries": 0, "on_failed": "drop"}}) as suite:
         for part in track(parts, "scoring", len(parts)):
             rows = [metadata[i] for i in part]
             request = RewardRequest.build(
-                [str(row.get("prompt", "")) for row in rows], texts=[completions[i] for i in part], metadata=rows
+                [task_text(row, "") for row in rows], texts=[completions[i] for i in part], metadata=rows
             )
             scored = suite.score(request, evaluation=True)
-            applies = (scored.status[:, 0] == RewardStatus.OK).tolist()
-            for i, ok, value in zip(part, applies, scored.values[:, 0].tolist(), strict=True):
-                verdicts.put(keys[i], value=value if ok else None)
+            for i, state, value in zip(part, scored.status[:, 0].tolist(), scored.values[:, 0].tolist(), strict=True):
+                if state != RewardStatus.FAILED:
+                    verdicts.put(keys[i], value=value if state == RewardStatus.OK else None)
     found = [verdicts.get(key) for key in keys]
-    return [None if record is None else record["value"] for record in found]
+    failed = [i for i, record in enumerate(found) if record is None]
+    return [None if record is None else record["value"] for record in found], failed
 
 
 def _completion(row: dict[str, Any], number: int, path: str | Path) -> str:

@@ -5,15 +5,19 @@ Source: card rewards, section 8. The answers exist already: no judge, no model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_grpo.data import check_pairing
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.eval.images import read_lines
-from visual_grpo.eval.results import means, write_all
+from visual_grpo.eval.protocol import check_settings
+from visual_grpo.eval.results import means, task_text, write_all
 from visual_grpo.eval.vqa_scores import anls, box_iou, match_boxes, read_boxes, vqa_accuracy
-from visual_grpo.rewards.answers import extract_answer, same_answer
+from visual_grpo.rewards.answers import extract_answer, gold_texts, same_answer
+from visual_grpo.rewards.multiple_choice import chosen_option, gold_option
 
 __all__ = ["METRICS", "evaluate"]
 
@@ -21,10 +25,10 @@ Row = Mapping[str, Any]
 
 
 def _golds(row: Row) -> list[str]:
-    given = row.get("answers", row.get("answer"))
-    if given is None:
+    golds = gold_texts(row.get("answers") if row.get("answers") is not None else row.get("answer"))
+    if not golds:
         raise ValueError("no 'answers' and no 'answer'")
-    return [str(gold) for gold in given] if isinstance(given, list | tuple) else [str(given)]
+    return golds
 
 
 def _exact(text: str, row: Row) -> float:
@@ -35,17 +39,28 @@ def _choice(text: str, row: Row) -> float:
     choices = row.get("choices")
     if not isinstance(choices, list) or not choices:
         raise ValueError("no list 'choices'")
-    letter = extract_answer(text, "letter")
-    named = None if letter is None or ord(letter) - ord("A") >= len(choices) else str(choices[ord(letter) - ord("A")])
-    golds = _golds(row)
-    return float(any(gold == letter or (named is not None and same_answer(named, gold)) for gold in golds))
+    options = [str(choice) for choice in choices]
+    answer = row.get("answer")
+    if isinstance(answer, int) and row.get("answers") is None and str(answer) not in options:
+        golds = {gold_option(answer, options)}  # its place
+    else:
+        golds = {gold_option(gold, options) for gold in _golds(row)}
+    if None in golds:
+        raise ValueError(f"the answer {row.get('answers', row.get('answer'))!r} is none of the choices {options}")
+    return float(chosen_option(text, options) in golds)
 
 
 def _boxes(row: Row) -> list[tuple[float, float, float, float]]:
     given = row.get("boxes", [row["box"]] if "box" in row else None)
     if not isinstance(given, list) or any(not isinstance(b, list) or len(b) != 4 for b in given):
         raise ValueError("no 'box' [x1, y1, x2, y2] and no list of 'boxes'")
-    return [(float(b[0]), float(b[1]), float(b[2]), float(b[3])) for b in given]
+    try:
+        boxes = [(float(b[0]), float(b[1]), float(b[2]), float(b[3])) for b in given]
+    except TypeError:
+        raise ValueError(f"the box {given!r} is not of numbers") from None
+    if any(not (x1 < x2 < math.inf and y1 < y2 < math.inf) for x1, y1, x2, y2 in boxes):
+        raise ValueError(f"the box {given!r} is not x1 < x2, y1 < y2 (it may be x, y, width, height)")
+    return boxes
 
 
 def _iou(text: str, row: Row) -> float:
@@ -97,6 +112,9 @@ def evaluate(
     questions, rows = read_lines(prompts), read_lines(texts)
     if len(rows) % len(questions):
         raise UserError(f"{len(rows)} answers for {len(questions)} questions: each needs the same number, in order.")
+    check_pairing(texts, rows, questions)
+    if out is not None:
+        check_settings(Path(out), {"evaluation": "vqa"})
     share = len(rows) // len(questions)
     results = []
     for number, row in enumerate(rows):
@@ -116,7 +134,11 @@ def evaluate(
         results.append(line)
     figures = [*wanted, *(["iou@0.5"] if "iou" in wanted else [])]
     items = [
-        {"item": str(q), **{n: sum(r[n] for r in results[q * share : (q + 1) * share]) / share for n in figures}}
+        {
+            "item": str(q),
+            "prompt": task_text(questions[q]),
+            **{n: sum(r[n] for r in results[q * share : (q + 1) * share]) / share for n in figures},
+        }
         for q in range(len(questions))
     ]
     summary = {"questions": len(questions), "answers": len(rows), **means(items, figures)}

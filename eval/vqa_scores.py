@@ -29,7 +29,9 @@ ANLS_THRESHOLD = 0.5
 _MARKS = ';/[]"{}()=+\\_-><@,?!`'
 _WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _NUMBERS = {"none": 0, **{word: number for number, word in enumerate(_WORDS)}}
-_FLOAT = r"[-+]?\d+(?:\.\d+)?"
+_FLOAT = (
+    r"(?<![\d.])[-+]?\d++(?:\.\d++)?"  # possessive, and never from the middle of a number: linear in a row of digits
+)
 _BOX = re.compile(rf"({_FLOAT})[\s,]+({_FLOAT})[\s,]+({_FLOAT})[\s,]+({_FLOAT})")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
-from visual_grpo.rewards.answers import Extraction, extract_answer, gold_answer
+from visual_grpo.rewards.answers import Extraction, extract_answer, gold_answer, gold_texts
 from visual_grpo.rewards.ocr_score import levenshtein
 
 __all__ = ["Anls", "anls"]
@@ -64,13 +64,9 @@ class Anls(Reward):
         assert request.texts is not None
         values: list[float | None] = []
         for text, row in zip(request.texts, request.metadata, strict=True):
-            gold = row.get("answers") if self.gold_key is None else None
-            gold = gold_answer(row, self.gold_key) if gold is None else gold
-            if gold is None:
-                values.append(None)
-                continue
-            golds = [str(item) for item in (gold if isinstance(gold, (list, tuple)) else [gold])]
-            values.append(anls(self._answer(text), golds, self.threshold))
+            given = row.get("answers") if self.gold_key is None else None
+            golds = gold_texts(gold_answer(row, self.gold_key) if given is None else given)
+            values.append(anls(self._answer(text), golds, self.threshold) if golds else None)
         return RewardOutput.from_list(values)
 
     def _answer(self, text: str) -> str:

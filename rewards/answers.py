@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from visual_grpo.errors import UserError
 
-__all__ = ["GOLD_KEYS", "Extraction", "extract_answer", "gold_answer", "normalise_answer", "same_answer"]
+__all__ = ["GOLD_KEYS", "Extraction", "extract_answer", "gold_answer", "gold_texts", "normalise_answer", "same_answer"]
 
 Extraction = Literal["auto", "answer_tag", "boxed", "hashes", "last_number", "letter", "whole"]
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")
@@ -124,6 +124,26 @@ def same_answer(answer: str, gold: str) -> bool:
 
 
 def gold_answer(metadata: Mapping[str, Any], key: str | None) -> Any:
-    """The gold answer of a row: column `key`, or the first of `GOLD_KEYS` that the row has; None if there is none."""
+    """The gold answer of a row: column `key`, or the first of `GOLD_KEYS` that the row has; None if there is none.
+
+    A blank text and NaN, as tables hold for a cell without a value, are none.
+    """
     keys = GOLD_KEYS if key is None else (key,)
-    return next((metadata[name] for name in keys if metadata.get(name) is not None), None)
+    return next((metadata[name] for name in keys if not _missing(metadata.get(name))), None)
+
+
+def gold_texts(given: Any) -> list[str]:
+    """Accepted answers as texts: of one value, or of a list of values or of {"answer": value}; those missing are left out.
+
+    >>> gold_texts(["4", None, {"answer": "four"}]), gold_texts(4), gold_texts([])
+    (['4', 'four'], ['4'], [])
+    """
+    items = given if isinstance(given, (list, tuple)) else [given]
+    answers = [item.get("answer") if isinstance(item, Mapping) else item for item in items]
+    return [str(answer) for answer in answers if not _missing(answer)]
+
+
+def _missing(value: Any) -> bool:
+    return (
+        value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, float) and value != value)
+    )

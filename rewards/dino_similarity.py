@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from visual_grpo.errors import UserError
+from visual_grpo.pictures import to_rgb
 from visual_grpo.reward import RewardRequest, register_reward
 from visual_grpo.rewards.loading import ModelReward, load_weights, resident
 
@@ -77,12 +78,12 @@ class DinoSimilarity(ModelReward):
         """
         value = row.get(self.reference_key)
         if value is None or isinstance(value, Image.Image):
-            return None if value is None else value.convert("RGB")
+            return None if value is None else to_rgb(value)
         path = self.root / str(value)
         try:
             with Image.open(path) as opened:
-                return opened.convert("RGB")
-        except OSError as error:
+                return to_rgb(opened)
+        except Exception as error:  # Pillow's formats raise SyntaxError, ValueError, struct.error and more
             raise UserError(
                 f"dino_similarity: the reference image {str(path)!r} of column {self.reference_key!r} cannot be read "
                 f"({error}). Mend the column, or set rewards.dino_similarity.params.root to the folder of the images."

@@ -7,7 +7,7 @@ scores 0.
 from __future__ import annotations
 
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
-from visual_grpo.rewards.answers import Extraction, extract_answer, gold_answer, same_answer
+from visual_grpo.rewards.answers import Extraction, extract_answer, gold_answer, gold_texts, same_answer
 
 __all__ = ["ExactMatch"]
 
@@ -33,17 +33,15 @@ class ExactMatch(Reward):
         values: list[float | None] = []
         answered = []
         for text, row in zip(request.texts, request.metadata, strict=True):
-            gold = gold_answer(row, self.gold_key)
+            accepted = [self._gold(item) for item in gold_texts(gold_answer(row, self.gold_key))]
             answer = extract_answer(text, self.extraction)
             answered.append(float(answer is not None))
-            if gold is None:
+            if not accepted:
                 values.append(None)
                 continue
-            accepted = [self._gold(item) for item in (gold if isinstance(gold, (list, tuple)) else [gold])]
             values.append(float(answer is not None and any(same_answer(answer, item) for item in accepted)))
         return RewardOutput.from_list(values, {"answered": answered})
 
-    def _gold(self, gold: object) -> str:
+    def _gold(self, text: str) -> str:
         """A worked solution (GSM8K) ends in #### and the answer."""
-        text = str(gold)
         return (extract_answer(text, "hashes") or text) if "####" in text else text

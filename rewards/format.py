@@ -23,11 +23,10 @@ Style = Literal["think", "think_answer", "answer", "boxed", "json", "box", "tag_
 
 STYLES: dict[str, re.Pattern[str]] = {
     "think": re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE),
-    "think_answer": re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL),
+    # Atomic: without it a completion that repeats "</think><answer>" takes the square of its length, the lock held.
+    "think_answer": re.compile(r"^<think>(?>.*?</think>\s*<answer>).*?</answer>$", re.DOTALL),
 }
 """The published forms, as regular expressions."""
-
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n\s*```", re.DOTALL)
 
 
 def tags_in_order(text: str, tags: Sequence[str]) -> bool:
@@ -58,8 +57,10 @@ def tag_count(text: str, tags: Sequence[str]) -> float:
 def _is_json(text: str) -> bool:
     """A JSON object or array, bare or as the only fenced block; after a </think>, what follows it."""
     body = text.rsplit("</think>", 1)[-1].strip()
-    if fenced := _FENCED.fullmatch(body):
-        body = fenced.group(1)
+    first, _, rest = body.partition("\n")
+    inside, mark, last = rest.rpartition("\n")
+    if first.rstrip() in ("```", "```json") and mark and last.strip() == "```":
+        body = inside
     try:
         return isinstance(json.loads(body), (dict, list))
     except (ValueError, RecursionError):

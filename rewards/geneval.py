@@ -20,6 +20,7 @@ from visual_grpo.rewards.geneval_rules import (
     DetectedObject,
     DetectionFilter,
     Verdict,
+    check_clauses,
     filter_detections,
     judge_official,
     judge_partial,
@@ -76,6 +77,7 @@ class Judgement:
         keep: DetectionFilter,
         position_bug: Literal["reference", "fixed"] = "reference",
     ) -> None:
+        check_clauses(metadata)
         self.objects = filter_detections(raw, metadata.get("tag"), keep)
         self.official: Verdict = judge_official(self.objects, metadata, margin=keep.margin)
         self.partial: Verdict = judge_partial(self.objects, metadata, margin=keep.margin, position_bug=position_bug)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from visual_grpo.errors import UserError
+
 __all__ = [
     "COLORS",
     "DetectedObject",
@@ -63,6 +65,23 @@ class DetectionFilter:
     margin: float = 0.1
     """share of the summed extents that an offset must exceed before it counts as a relation."""
 
+    def __post_init__(self) -> None:
+        """Refuse numbers with which nothing could count.
+
+        Raises:
+            UserError: naming the number and its range.
+        """
+        ranges = {
+            "threshold": ("from 0 to below 1", 0 <= self.threshold < 1),
+            "counting_threshold": ("from 0 to below 1", 0 <= self.counting_threshold < 1),
+            "max_objects": ("1 or more", self.max_objects >= 1),
+            "max_overlap": ("above 0 and up to 1", 0 < self.max_overlap <= 1),
+            "margin": ("0 or more", self.margin >= 0),
+        }
+        for key, (range_, holds) in ranges.items():
+            if not holds:
+                raise UserError(f"geneval: {key} is {getattr(self, key)}; give a number {range_}.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -87,6 +106,31 @@ def box_iou(a: Box, b: Box) -> float:
     shared = area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
     union = area(*a[:4]) + area(*b[:4]) - shared
     return shared / union if union else 0.0
+
+
+def check_clauses(metadata: Mapping[str, Any]) -> None:
+    """Refuse clauses that say nothing that can be judged.
+
+    Raises:
+        ValueError: a clause without a class, without a count of at least 1, or with a position relative to no clause before it.
+    """
+    for key in ("include", "exclude"):
+        clauses = metadata.get(key) or []
+        for index, clause in enumerate(clauses if isinstance(clauses, list | tuple) else [clauses]):
+            told = isinstance(clause, Mapping) and isinstance(clause.get("class"), str)
+            count = clause.get("count") if told else None
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f'{key}: {clause!r} is no clause such as {{"class": "cat", "count": 1}}')
+            place = clause.get("position")
+            if place is not None and not (
+                isinstance(place, list | tuple)
+                and len(place) == 2
+                and isinstance(place[0], str)
+                and type(place[1]) is int
+            ):
+                raise ValueError(f'{key}: the position {place!r} is no ["left of", index of a clause before it]')
+            if place is not None and not 0 <= place[1] < index:
+                raise ValueError(f"position {place} of {clause['class']!r} must name a clause before it, by its index")
 
 
 def filter_detections(raw: Detections, tag: str | None, keep: DetectionFilter) -> dict[str, list[DetectedObject]]:
@@ -143,7 +187,7 @@ def judge_official(objects: Detections, metadata: Mapping[str, Any], *, margin: 
     """
     reasons: list[str] = []
     matched: list[Sequence[DetectedObject] | None] = []
-    for clause in metadata.get("include", []):
+    for clause in metadata.get("include") or []:
         name, count = clause["class"], clause["count"]
         found = list(objects.get(name, []))[:count]
         if len(found) < count:
@@ -161,7 +205,7 @@ def judge_official(objects: Detections, metadata: Mapping[str, Any], *, margin: 
         if "position" in clause and len(reasons) == before:
             reasons.extend(_judge_position(clause, found, matched, margin))
         matched.append(found if len(reasons) == before else None)
-    for clause in metadata.get("exclude", []):
+    for clause in metadata.get("exclude") or []:
         present = len(objects.get(clause["class"], []))
         if present >= clause["count"]:
             reasons.append(f"expected {clause['class']}<{clause['count']}, found {present}")
@@ -218,7 +262,7 @@ def judge_partial(
     parts: list[float] = []
     reasons: list[str] = []
     matched: list[Sequence[DetectedObject] | None] = []
-    for clause in metadata.get("include", []):
+    for clause in metadata.get("include") or []:
         name, count = clause["class"], clause["count"]
         found = list(objects.get(name, []))
         parts.append(1 - abs(count - len(found)) / count)

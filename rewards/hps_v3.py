@@ -72,7 +72,7 @@ class HpsV3(Reward):
             raise UserError(f"hps_v3: batch_size and pixels must be above 0; they are {batch_size} and {pixels}.")
         stored = resources.files("visual_grpo.rewards") / "prompts" / "hps_v3.txt"
         try:
-            template = (Path(prompt_file) if prompt_file else stored).read_text(encoding="utf-8").strip()
+            template = (Path(prompt_file) if prompt_file else stored).read_text(encoding="utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"hps_v3: prompt_file cannot be read: {error}.") from error
         if "{prompt}" not in template or TOKEN not in template:

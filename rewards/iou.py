@@ -28,7 +28,7 @@ MAX_MATCHED = 500
 _NUMBER = r"\s*([-+]?[0-9]{1,12}(?:\.[0-9]{0,20})?|[-+]?\.[0-9]{1,20})\s*"
 _BOX = re.compile(
     rf"[\[(<]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])>]"  # [x1, y1, x2, y2], also inside JSON
-    rf"|\({_NUMBER},{_NUMBER}\)\s*,?\s*\({_NUMBER},{_NUMBER}\)"  # (x1,y1),(x2,y2), Qwen's box tokens
+    rf"|\({_NUMBER},{_NUMBER}\)\s*(?:,\s*)?\({_NUMBER},{_NUMBER}\)"  # (x1,y1),(x2,y2), Qwen's box tokens
 )
 
 
@@ -130,6 +130,8 @@ class Iou(Reward):
         ):
             if value not in get_args(known):
                 raise UserError(f"iou: {name} is {value!r}; give one of {', '.join(get_args(known))}.")
+        if not 0 <= threshold < 1:
+            raise UserError(f"iou: threshold is {threshold}; no IoU is above 1, so give a number from 0 to below 1.")
         self.mode, self.threshold, self.gold_key = mode, threshold, gold_key
         self.coordinates, self.gold_coordinates = coordinates, gold_coordinates
         self.size_key, self.answer_size_key = size_key, answer_size_key or size_key

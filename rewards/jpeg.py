@@ -10,6 +10,7 @@ import io
 
 from PIL import Image
 
+from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 
 __all__ = ["JpegCompressibility", "JpegIncompressibility", "jpeg_kilobytes"]
@@ -28,6 +29,8 @@ class _Jpeg(Reward):
 
     def __init__(self, quality: int = 95) -> None:
         """Set the JPEG quality; published numbers use 95."""
+        if not 1 <= quality <= 100:
+            raise UserError(f"jpeg: quality is {quality}; give a whole number from 1 to 100.")
         self.quality = quality
 
     def __call__(self, request: RewardRequest) -> RewardOutput:

@@ -20,12 +20,15 @@ from typing import Any, ClassVar, Protocol
 from PIL import Image
 
 from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.option_types import check_types
+from visual_grpo.pictures import to_rgb
 from visual_grpo.reward import Reward, RewardError, RewardRequest
 
 __all__ = ["Failure", "Judge", "JudgeReward", "JudgeSettings", "LazyJudge", "Question", "Scale", "render", "row_image"]
 
 logger = logging.getLogger(__name__)
 
+NUMBERS = ("timeout_s", "concurrency", "batch_size", "max_new_tokens", "top_logprobs", "retries", "retry_wait_s")
 _FIELD = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -101,12 +104,16 @@ class JudgeSettings:
                 raise UserError(
                     f"{name}: no parameter {key!r}.{did_you_mean(str(key), known)} Of the judge: {', '.join(known)}."
                 )
-        return cls(**{key: value for key, value in given.items() if value is not None}).check(name)
+        stated = {key: value for key, value in given.items() if value is not None}
+        check_types(cls, {k: v for k, v in stated.items() if k not in NUMBERS}, name)
+        made = cls(**stated).check(name)
+        check_types(cls, stated, name)  # after the ranges: whole numbers, and no truth values among them
+        return made
 
     def check(self, name: str) -> JudgeSettings:
         """Refuse values out of range; `name` is the reward's."""
         positive = ("timeout_s", "concurrency", "batch_size", "max_new_tokens", "top_logprobs")
-        limits = {key: getattr(self, key) for key in (*positive, "retries", "retry_wait_s")}
+        limits = {key: getattr(self, key) for key in NUMBERS}
         wrong = {
             key: value
             for key, value in limits.items()
@@ -226,14 +233,14 @@ def row_image(request: RewardRequest, row: int, key: str) -> Image.Image:
     if isinstance(given, Mapping):
         given = BytesIO(given["bytes"]) if given.get("bytes") else given.get("path")
     if isinstance(given, Image.Image):
-        return given.convert("RGB")
+        return to_rgb(given)
     if not isinstance(given, (str, Path, BytesIO)):
         raise RewardError(
             f"row {row} has no image: the request holds none, and metadata column {key!r} holds {type(given).__name__}; give a "
             f"PIL image or a path there, or set image_key."
         )
     with Image.open(given) as image:
-        return image.convert("RGB")
+        return to_rgb(image)
 
 
 class JudgeReward(Reward):
@@ -265,7 +272,7 @@ class JudgeReward(Reward):
     def _template(self, stored: str) -> str:
         if self.settings.prompt_file is not None:
             try:
-                text = Path(self.settings.prompt_file).read_text(encoding="utf-8")
+                text = Path(self.settings.prompt_file).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{self.label}: prompt_file cannot be read: {error}.") from error
         else:

@@ -24,6 +24,8 @@ __all__ = ["EndpointJudge"]
 MAX_BYTES = 32 * 2**20
 """Longest answer that is read."""
 MAX_WAIT_S = 10.0
+ROUNDING = 1e-3
+"""How far a server's log-probability may pass 0."""
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ class EndpointJudge:
         assert settings.endpoint is not None
         self.settings, self.name = settings, name
         self.url = f"{settings.endpoint.rstrip('/')}/chat/completions"
-        self._transport_error = httpx.TransportError
+        self._transport_error = httpx.HTTPError  # also a body that is compressed wrongly
         self._client = httpx.Client(
             headers=headers,
             timeout=settings.timeout_s,
@@ -83,8 +85,8 @@ class EndpointJudge:
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             # A text may stand there twice, as two tokens: each of its probabilities counts.
             found = [(str(entry["token"]), float(entry["logprob"])) for entry in top]
-            if any(math.isnan(value) for _, value in found):
-                raise ValueError("a log-probability is NaN")
+            if any(not value <= ROUNDING for _, value in found):
+                raise ValueError("a log-probability is NaN or above 0")
             return [_log_sum([p for token, p in found if token in set(spellings)]) for spellings in words]
 
         options = {"max_tokens": 1, "logprobs": True, "top_logprobs": self.settings.top_logprobs}
@@ -158,7 +160,7 @@ class EndpointJudge:
             return Failure(f"{self.url}: status {status}: {text!r}")
         try:
             return read(json.loads(answer)["choices"][0])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
             raise _TryAgainError(f"the answer is no chat completion with what was asked for: {text!r}") from error
 
 

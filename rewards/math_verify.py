@@ -11,16 +11,22 @@ a time-out in another thread would run.
 from __future__ import annotations
 
 import importlib.util
+import math
 import threading
 from typing import Any
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
-from visual_grpo.rewards.answers import gold_answer
+from visual_grpo.rewards.answers import gold_answer, gold_texts
 from visual_grpo.rewards.child_process import ChildProcess
 from visual_grpo.rewards.math_judge import Extraction
 
 __all__ = ["MathVerify"]
+
+
+def _certainty(value: float) -> float:
+    """Right before failed before wrong: a gold answer that could not be compared may have been the equal one."""
+    return 0.5 if math.isnan(value) else value
 
 
 @register_reward("math_verify")
@@ -40,6 +46,8 @@ class MathVerify(Reward):
         """
         if extraction not in ("latex", "any"):
             raise UserError(f"math_verify: extraction is {extraction!r}; give latex or any.")
+        if limit_s <= 0:
+            raise UserError(f"math_verify: limit_s is {limit_s}; give seconds above 0.")
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("the reward 'math_verify' needs the package math-verify: pip install 'visual-grpo[text]'")
         self.extraction, self.gold_key, self.limit_s = extraction, gold_key, limit_s
@@ -51,16 +59,16 @@ class MathVerify(Reward):
         values: list[float | None] = []
         timed_out = []
         for text, row in zip(request.texts, request.metadata, strict=True):
-            gold = gold_answer(row, self.gold_key)
+            value: float | None = None
             slow = False
-            if gold is None:
-                values.append(None)
-            else:
-                question = {"gold": str(gold), "completion": text, "extraction": self.extraction}
+            for gold in gold_texts(gold_answer(row, self.gold_key)):  # one or several accepted ones
+                question = {"gold": gold, "completion": text, "extraction": self.extraction}
                 with self._lock:
                     answer = self._process.ask(question, self.limit_s)
-                slow = answer is None
-                values.append(self._value(answer))
+                slow |= answer is None
+                found = self._value(answer)
+                value = found if value is None else value if found is None else max(value, found, key=_certainty)
+            values.append(value)
             timed_out.append(float(slow))
         return RewardOutput.from_list(values, {"timed_out": timed_out})
 

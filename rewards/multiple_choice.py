@@ -14,7 +14,7 @@ from typing import Any
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
 from visual_grpo.rewards.answers import extract_answer, gold_answer, normalise_answer
 
-__all__ = ["MultipleChoice", "chosen_option"]
+__all__ = ["MultipleChoice", "chosen_option", "gold_option"]
 
 _ALONE = re.compile(r"\(?([A-Za-z])\)?[.):]?")
 _LEADING = re.compile(r"\(?([A-Z])[.):]\s+\S")
@@ -39,6 +39,20 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
     if len(same) == 1:
         return string.ascii_uppercase[same[0]]
     return extract_answer(body, "letter")
+
+
+def gold_option(gold: Any, options: Sequence[str] = ()) -> str | None:
+    """The letter of a gold answer given as a letter, the text of an option or its 0-based index; None if it is no option.
+
+    >>> gold_option("b"), gold_option("red", ["blue", "red"]), gold_option(0), gold_option("E", ["blue", "red"])
+    ('B', 'B', 'A', None)
+    """
+    if isinstance(gold, int) and not isinstance(gold, bool):
+        letter = string.ascii_uppercase[gold] if 0 <= gold < 26 else None
+    else:
+        letter = None if gold is None else chosen_option(str(gold), options)
+    beyond = letter is not None and string.ascii_uppercase.index(letter) >= (len(options) or 26)
+    return None if beyond else letter
 
 
 @register_reward("multiple_choice")
@@ -76,7 +90,4 @@ class MultipleChoice(Reward):
         return [str(option) for option in given] if isinstance(given, (list, tuple)) else []
 
     def _gold(self, row: Mapping[str, Any], options: Sequence[str]) -> str | None:
-        gold = gold_answer(row, self.gold_key)
-        if isinstance(gold, int) and not isinstance(gold, bool):
-            return string.ascii_uppercase[gold] if 0 <= gold < min(len(options) or 26, 26) else None
-        return None if gold is None else chosen_option(str(gold), options)
+        return gold_option(gold_answer(row, self.gold_key), options)

@@ -64,6 +64,11 @@ class Ocr(Reward):
             nfkc, strip_punctuation, best_window: see `TextRules`.
             upscale_to: enlarge (bicubic) images whose shorter side is smaller than this.
         """
+        if not 0 <= min_confidence < 1 or (upscale_to is not None and upscale_to < 1):
+            raise UserError(
+                f"ocr: min_confidence is {min_confidence} and upscale_to {upscale_to}; give a confidence from 0 to below 1, and "
+                f"pixels of 1 or more."
+            )
         self.rules = TextRules(nfkc=nfkc, strip_punctuation=strip_punctuation, best_window=best_window)
         self.target_key, self.typographic_quotes = target_key, typographic_quotes
         self.min_confidence, self.reading_order, self.upscale_to = min_confidence, reading_order, upscale_to

@@ -138,6 +138,8 @@ class Rubric(JudgeReward):
             judge = {"model": "Qwen/Qwen2.5-VL-7B-Instruct", **judge}
         super().__init__(device=device, prompt_name="rubric_image" if self.of_images else "rubric", **judge)
         self.criteria = None if criteria is None else read_rubric(criteria)
+        if self.criteria == []:
+            raise UserError("rubric: criteria is empty; name at least one, or leave it out for the column of each row.")
         self.rubric_key, self.combine = rubric_key, combine
         self.needs = frozenset({media})  # type: ignore[misc]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import Reward, RewardOutput, RewardRequest, register_reward
-from visual_grpo.rewards.answers import Extraction, extract_answer, gold_answer
+from visual_grpo.rewards.answers import Extraction, extract_answer, gold_answer, gold_texts
 
 __all__ = ["VqaAccuracy", "normalise_vqa", "soft_accuracy"]
 
@@ -85,7 +85,7 @@ class VqaAccuracy(Reward):
         counts = []
         for text, row in zip(request.texts, request.metadata, strict=True):
             given = row.get("answers") if self.gold_key is None else None
-            golds = _texts(gold_answer(row, self.gold_key) if given is None else given)
+            golds = gold_texts(gold_answer(row, self.gold_key) if given is None else given)
             matches = self._matches(self._answer(text), golds)
             counts.append(float(matches))
             values.append(soft_accuracy(matches, len(golds)) if golds else None)
@@ -104,12 +104,3 @@ class VqaAccuracy(Reward):
         if self.normalise == "always" or len(set(golds)) > 1:
             answer, golds = normalise_vqa(answer), [normalise_vqa(gold) for gold in golds]
         return sum(gold == answer for gold in golds)
-
-
-def _texts(given: Any) -> list[str]:
-    """The annotators' answers as texts."""
-    if given is None:
-        return []
-    items = given if isinstance(given, (list, tuple)) else [given]
-    answers = [item.get("answer") if isinstance(item, dict) else item for item in items]
-    return [str(answer) for answer in answers if answer is not None]

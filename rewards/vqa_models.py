@@ -259,7 +259,7 @@ class VlmJudge:
         chances = torch.zeros(len(asked))
         for same, rows in alike.items():
             found = self._judge.first_words([asked[row] for row in rows], [same])
-            chances[rows] = torch.tensor([math.exp(self._usable(one)[0]) for one in found])
+            chances[rows] = torch.tensor([math.exp(min(self._usable(one)[0], 0.0)) for one in found])
         return chances
 
     def answer(self, images: Sequence[Image.Image], questions: Sequence[str]) -> list[str]:

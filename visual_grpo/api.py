@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from visual_grpo.config import RunConfig, merge, resolve, to_yaml, validate
 from visual_grpo.config_text import dotted, key_parts, load_yaml, parse_overrides
 from visual_grpo.errors import UnknownNameError, UserError
+from visual_grpo.option_types import check_types
 
 if TYPE_CHECKING:
     from visual_grpo.method import MethodStack
@@ -231,31 +231,6 @@ def train_command(recipe: str, *, overrides: Sequence[str], resume: bool, dry_ru
 def recipe_yaml(name: str) -> str:
     """A recipe as YAML, with the defaults of its methods filled in."""
     return to_yaml(plan(name).config)
-
-
-def check_types(function: Any, options: Mapping[str, Any], what: str) -> None:
-    """Check `options` by the annotations of `function`'s parameters; those without one are left to it.
-
-    Raises:
-        UserError: naming the option, what was given and what is expected.
-    """
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
-    try:
-        hints = typing.get_type_hints(function)
-    except NameError:  # annotations that exist for type checkers only
-        return
-    except TypeError:
-        raise UserError(f"{what} leads to {function!r}, which is no function") from None
-    for key, value in options.items():
-        if key not in hints:
-            continue
-        try:
-            TypeAdapter(hints[key]).validate_python(value)
-        except PydanticUserError:  # a class of its own, which pydantic does not know
-            continue
-        except ValidationError as error:
-            raise UserError(f"{what}: option {key} is {value!r}; {error.errors()[0]['msg']}") from None
 
 
 def evaluate(

@@ -9,7 +9,9 @@ A part that does not apply to a row changes nothing there: it adds 0 to a sum of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,7 +69,14 @@ def product_total(rewards: RewardBatch) -> Tensor:
             f"combine.how=product needs rewards of 0 or more, but {name!r} is {float(rewards.values[row, column]):g} on row "
             f"{row}; set rewards.{name}.normalise to min_max or clip, or use combine.how=sum"
         )
-    return torch.where(ok, rewards.values.clamp(min=0) ** rewards.weights, 1.0).prod(dim=1)
+    total = torch.where(ok, rewards.values.clamp(min=0) ** rewards.weights, 1.0).prod(dim=1)
+    if not bool(torch.isfinite(total).all()):
+        row = int((~torch.isfinite(total)).nonzero()[0])
+        raise RunError(
+            f"combine.how=product is beyond float32 on row {row}, where the rewards are {rewards.values[row].tolist()}; bring "
+            "them to a smaller scale with rewards.NAME.normalise, or use combine.how=sum"
+        )
+    return total
 
 
 def function_total(rewards: RewardBatch, function: Callable[..., Tensor], name: str) -> Tensor:
@@ -78,7 +87,10 @@ def function_total(rewards: RewardBatch, function: Callable[..., Tensor], name: 
     """
     values = {n: rewards.values[:, k].clone() for k, n in enumerate(rewards.names)}
     weights = dict(zip(rewards.names, rewards.weights.tolist(), strict=True))
-    total = function(values, weights)
+    try:
+        total = function(values, weights)
+    except Exception as error:  # foreign code
+        raise RunError(f"combine.how={name} raised {type(error).__name__}: {error}") from error
     if not isinstance(total, Tensor) or total.shape != (len(rewards),):
         given = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise RunError(
@@ -108,6 +120,17 @@ def row_combination(combine: CombineConfig) -> RowCombination | None:
         function = load_object(combine.how, "combination of rewards")
         if not callable(function):
             raise UserError(f"combine.how: {combine.how!r} is {type(function).__name__}, which cannot be called.")
+        signature = None
+        with suppress(ValueError):  # a builtin tells none
+            signature = inspect.signature(function)
+        try:
+            if signature is not None:
+                signature.bind({}, {}, **combine.params)
+        except TypeError as error:
+            raise UserError(
+                f"combine.how: {combine.how!r} is called with (values, weights) and combine.params {combine.params}, which it "
+                f"does not take: {error}."
+            ) from None
         return partial(function_total, function=partial(function, **combine.params), name=combine.how)
     return None
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,29 @@ def read_text(path: Path, what: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {what} {str(path)!r}: {error}") from None
+
+
+def check_pairing(texts: str | Path, rows: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse completions that say themselves that they answer another prompt than the one in their place.
+
+    Args:
+        texts: their file, in the message.
+        rows: the same number for each task, in order.
+        tasks: problems or questions.
+
+    Raises:
+        UserError: naming the first such line.
+    """
+    share = len(rows) // len(tasks)
+    for number, row in enumerate(rows):
+        # A chat template may stand around the prompt; a line of a plain file is nothing but its text.
+        given, asked = row.get("prompt"), tasks[number // share].get("prompt")
+        answers = any(key in row for key in ("completion", "text", "answer"))
+        if answers and isinstance(given, str) and isinstance(asked, str) and asked.strip() not in given:
+            raise UserError(
+                f"{texts}, line {number + 1} answers the prompt {given[:80]!r}, but prompt {number // share + 1} of the prompt "
+                f"file is {asked[:80]!r}: the two files belong together line by line, {share} completions a prompt."
+            )
 
 
 def _json(text: str, where: str) -> Any:

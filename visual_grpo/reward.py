@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from visual_grpo.errors import RunError, UserError, did_you_mean
+from visual_grpo.option_types import check_types
 from visual_grpo.registry import REWARDS
 from visual_grpo.types import RewardStatus
 
@@ -233,6 +234,12 @@ def to_output(result: Any, count: int, name: str) -> RewardOutput:
         RewardError: wrong type or length; never retried, for the same call would give it again.
     """
     output = result if isinstance(result, RewardOutput) else _from_plain(result, name)
+    for what, figure in {"values": output.values, "status": output.status, **output.details}.items():
+        if not isinstance(figure, Tensor) and not (what == "status" and figure is None):
+            raise RewardError(
+                f"reward {name!r} returned a RewardOutput whose {what} is {type(figure).__name__}; give a tensor [{count}], or "
+                f"use RewardOutput.from_list."
+            )
     _check_length(output.values, count, name, "values")
     values = output.values.detach().to("cpu", torch.float32).clone()
     if output.status is None:
@@ -319,6 +326,7 @@ def as_reward(
         )
     elif options:
         _check_params(target, options, label)
+        check_types(target, options, f"reward {label!r}")
         target = functools.partial(target, **options)
     if isinstance(target, Reward):
         return target
@@ -329,11 +337,15 @@ def as_reward(
 
 def _construct(cls: type, options: dict[str, Any], label: str) -> Any:
     _check_params(cls, options, label)
+    what = f"reward {label!r}"
     try:
-        return cls(**options)
+        made = cls(**options)
+        check_types(cls, options, what)  # after what the reward says itself, which knows more
+        return made
     except UserError:
         raise
     except (TypeError, ValueError) as error:
+        check_types(cls, options, what)
         raise UserError(f"reward {label!r} cannot be built with params {options}: {error}.") from error
     except Exception as error:  # a file or a package that it needs
         raise UserError(

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.option_types import check_types
 from visual_grpo.registry import REWARDS
 from visual_grpo.reward import Reward, RewardError, RewardOutput, RewardRequest, as_reward, signature_of, to_output
 from visual_grpo.types import RewardStatus
 from visual_grpo.workers import DaemonWorkers
 
-__all__ = ["HangError", "RewardCounts", "RewardRunner", "RewardSpec"]
+__all__ = ["HangError", "RewardCounts", "RewardRunner", "RewardSpec", "device_of"]
 
 MAX_ABANDONED = 4
 """Calls of one reward that may hang before it is called no more: each keeps a thread, and perhaps a core, for good."""
@@ -75,6 +76,8 @@ class RewardSpec:
                 raise UserError(
                     f"rewards.{name} has no setting {key!r}.{did_you_mean(str(key), known)} Known: {', '.join(known)}."
                 )
+        told_below = ("weight", "on_failed")
+        check_types(cls, {k: v for k, v in given.items() if k not in told_below}, f"rewards.{name}")
         spec = cls(name=name, **given)
         spec._check()
         return spec
@@ -86,8 +89,9 @@ class RewardSpec:
             raise UserError(
                 f"rewards.{self.name}.timeout_s is {self.timeout_s}; give seconds above 0, or null for no limit."
             )
-        if self.retries < 0:
-            raise UserError(f"rewards.{self.name}.retries is {self.retries}; give 0 or more.")
+        for key in ("retries", "retry_wait_s"):
+            if getattr(self, key) < 0:
+                raise UserError(f"rewards.{self.name}.{key} is {getattr(self, key)}; give 0 or more.")
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError(
                 f"rewards.{self.name}.batch_size is {self.batch_size}; give 1 or more, or null for all rows."
@@ -134,6 +138,18 @@ class RewardCounts:
     """calls repeated after an exception or a NaN."""
     timeouts: int = 0
     seconds: float = 0.0
+
+
+def device_of(given: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        UserError: there is no such kind of device.
+    """
+    try:
+        return torch.device(given)
+    except RuntimeError as error:
+        raise UserError(f"device {given!r}: {str(error).splitlines()[0]}") from None
 
 
 class HangError(Exception):

@@ -16,12 +16,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from visual_grpo import __version__
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.reward_batcher import Batcher
-from visual_grpo.reward_runner import RewardRunner, RewardSpec
+from visual_grpo.reward_runner import RewardRunner, RewardSpec, device_of
 from visual_grpo.reward_wire import ScoreRequest, WireError, decode_request, encode_output
 
 __all__ = ["RewardService", "ServerLimits", "build_app", "serve"]
@@ -67,7 +65,7 @@ class RewardService:
         if not specs:
             raise UserError("serve-rewards needs at least one reward; `visual-grpo list rewards` prints the names.")
         self.limits = limits or ServerLimits()
-        self.runners = {spec.name: RewardRunner(spec, torch.device(device)) for spec in specs}
+        self.runners = {spec.name: RewardRunner(spec, device_of(device)) for spec in specs}
         self.batchers: dict[str, Batcher] = {}
         self.refused = 0
         self.bytes_held = 0
@@ -149,6 +147,8 @@ class RewardService:
         Raises:
             Refusal: too large, compressed, too slow, or the server holds too much already.
         """
+        from starlette.requests import ClientDisconnect
+
         limit = self.limits.body_mb << 20
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "send the body as it is: compressed bodies are not unpacked")
@@ -167,6 +167,8 @@ class RewardService:
                     if self.bytes_held > 8 * limit:
                         raise Refusal(503, "the server is receiving too much at once; come back later")
                     body += part
+        except ClientDisconnect:
+            raise Refusal(400, "the client went away before its body had arrived") from None
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {self.limits.read_s:g} s") from None
         finally:

@@ -23,6 +23,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from visual_grpo.pictures import to_rgb
 from visual_grpo.reward import RewardOutput, RewardRequest
 from visual_grpo.types import RewardStatus
 
@@ -252,7 +253,7 @@ def _pixels(image: Image.Image, row: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(to_rgb(image))
     except Exception as error:
         raise WireError(f"image {row} is damaged ({type(error).__name__}: {error})") from None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visual_grpo.errors import UserError
 from visual_grpo.reward import RewardError, RewardOutput, RewardRequest
-from visual_grpo.reward_runner import HangError, RewardCounts, RewardRunner, RewardSpec
+from visual_grpo.reward_runner import HangError, RewardCounts, RewardRunner, RewardSpec, device_of
 from visual_grpo.types import RewardBatch, RewardStatus
 from visual_grpo.workers import DaemonWorkers
 
@@ -71,7 +71,7 @@ class RewardSuite:
         if not config:
             raise UserError("no rewards are configured; give at least one, such as rewards: {geneval: 1.0}.")
         specs = [RewardSpec.parse(name, given) for name, given in config.items()]
-        self._runners = [RewardRunner(spec, torch.device(device)) for spec in specs]
+        self._runners = [RewardRunner(spec, device_of(device)) for spec in specs]
         self._gate, self._closed, self._combine = dict(gate or {}), closed, combine
         self._workers = workers
         self._pool: DaemonWorkers | None = None
@@ -200,7 +200,9 @@ class RewardSuite:
         rows = ", ".join(str(failure.row) for failure in failures[:8]) + (", ..." if len(failures) > 8 else "")
         prompt = first.prompt if len(first.prompt) <= 80 else first.prompt[:77] + "..."
         where = f"row(s) {rows} of {len(request)} (row {first.row}: {prompt!r}): {reason}"
-        lone = len(asked) == 1 < len(request)  # behind a gate: one bad sample is no broken reward
+        # One bad sample is no broken reward: alone behind a gate, or the last of an evaluation whose others were scored.
+        counts = self.counts[spec.name]
+        lone = len(asked) == 1 and (len(request) > 1 or counts.rows > counts.failed + counts.not_applicable)
         if scored == 0 and not lone:
             raise RewardError(f"reward {spec.name!r} failed on every row that it applies to, {where}.") from cause
         if spec.on_failed == "stop":

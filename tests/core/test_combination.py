@@ -161,6 +161,16 @@ def test_a_product_refuses_what_two_bad_scores_would_turn_good() -> None:
         product_total(batch([2.0, 1.0], [NAN, -1.0]))
 
 
+def test_a_product_beyond_float32_is_no_total() -> None:
+    with pytest.raises(RunError, match=r"beyond float32 on row 1"):
+        product_total(batch([1.0, 1e200], [1.0, 1e200]))
+
+
+def test_a_function_that_raises_is_named() -> None:
+    with pytest.raises(RunError, match=r"combine\.how=m:f raised KeyError: 'c'"):
+        function_total(batch(A, B), lambda v, w: v["c"], "m:f")
+
+
 def test_a_function_that_returns_something_else() -> None:
     with pytest.raises(RunError, match=r"returned \[1\]; it must return a tensor \[6\]"):
         function_total(batch(A, B), lambda v, w: torch.zeros(1), "m:f")
@@ -194,6 +204,7 @@ def run(rewards: Any = ("a", "b"), **combine: Any) -> RunConfig:
         (run(params={"x": 1}), None, "arguments of a function of your own"),
         (run(how="test_combination:nothing"), None, "has no 'nothing'"),
         (run(how="test_combination:ALL"), None, "cannot be called"),
+        (run(how="test_combination:batch", params={"scale": 1}), None, "'scale': 1}, which it does not take"),
     ],
 )
 def test_a_config_that_cannot_work(config: RunConfig, by: str | None, message: str) -> None:

@@ -205,7 +205,8 @@ def test_a_busy_server_is_asked_again(serve):
     assert len(server.bodies) == 3
 
 
-@pytest.mark.parametrize("junk", [(200, b"not json"), (200, b"{}"), (200, b'{"choices": []}'), (500, b"broken")])
+@pytest.mark.parametrize("junk", [(200, b"not json"), (200, b"{}"), (200, b'{"choices": []}'), (500, b"broken"),
+                                  (200, b"[" * 100_000), (200, b'{"choices": [{"message": null}]}')])  # fmt: skip
 def test_tries_are_bounded_and_the_reason_is_told(serve, junk):
     server = serve(lambda _: junk)
     reward = build("llm_judge", server, retries=1)

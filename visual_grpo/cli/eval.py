@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +68,13 @@ def command(
         from visual_grpo.registry import load_object
 
         title = f"{name}: a = {compare[0]}, b = {compare[1]}"
-        show(title, load_object("visual_grpo.eval.compare:compare")(*compare), as_json)
+        found = load_object("visual_grpo.eval.compare:compare")(*compare, name)
+        show(title, found, as_json)
+        if found["only_a"] or found["only_b"]:
+            print(
+                f"Left out: {found['only_a']} samples that only a has and {found['only_b']} that only b has.",
+                file=sys.stderr,
+            )
         return
     if len(given) != 1:
         raise UserError(

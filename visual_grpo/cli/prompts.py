@@ -39,7 +39,7 @@ def geneval(
             "--exclude", metavar="FILE", exists=True, dir_okay=False, help="Prompt file to leave out (the test)."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 43,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draw.")] = 43,
     max_count: Annotated[int, typer.Option("--max-count", help="Largest number of objects in a counting prompt.")] = 4,
 ) -> None:
     """Draw GenEval prompts for any class list, seed and task mix, in GenEval's schema."""
@@ -89,13 +89,15 @@ def _classes(given: str | None) -> tuple[list[str] | None, list[str] | None]:
     path = Path(given)
     if not path.is_file():
         raise UserError(f"--classes: there is no file {given!r}; give a file of names, one a line, or 'testbed'.")
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()], None
+    from visual_grpo.data import read_text
+
+    return [line.strip() for line in read_text(path, "class names").splitlines() if line.strip()], None
 
 
 def _read(path: Path) -> list[dict[str, object]]:
     from visual_grpo.registry import load_object
 
-    rows: list[dict[str, object]] = load_object("visual_grpo.eval.images:read_lines")(path)
+    rows: list[dict[str, object]] = load_object("visual_grpo.eval.images:read_prompts")(path)
     return rows
 
 

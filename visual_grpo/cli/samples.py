@@ -109,6 +109,11 @@ def text_samples(texts_file: Path, prompts_file: Path) -> list[Sample]:
     prompts, rows = read_prompts(prompts_file)
     texts = read_texts(texts_file)
     share = _per_prompt(len(texts), len(prompts), "texts")
+    if texts_file.suffix.lower() == ".jsonl":
+        from visual_grpo.data import check_pairing
+        from visual_grpo.run_folder import read_jsonl
+
+        check_pairing(texts_file, read_jsonl(texts_file), [{"prompt": prompt} for prompt in prompts])
     return [
         Sample(prompt=prompts[i // share], metadata=rows[i // share], prompt_index=i // share, text=text)
         for i, text in enumerate(texts)

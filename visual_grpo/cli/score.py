@@ -81,15 +81,9 @@ def score(
         The names of the columns, and one row a sample: prompt, image or text, each reward's value (None unless ok) and
         its state under "status".
     """
-    import torch
-
     from visual_grpo.scoring import RewardSuite
     from visual_grpo.types import RewardStatus
 
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
     rows: list[dict[str, Any]] = []
     columns: list[str] = []
     with RewardSuite(rewards, device=device) as suite:
@@ -145,11 +139,13 @@ def load_images(files: Sequence[Path]) -> Tensor:
     import torch
     from PIL import Image
 
+    from visual_grpo.pictures import to_rgb
+
     arrays = []
     for file in files:
         try:
             with Image.open(file) as opened:
-                arrays.append(np.array(opened.convert("RGB")))
+                arrays.append(np.array(to_rgb(opened)))
         except Exception as error:  # Pillow's formats raise SyntaxError, ValueError, struct.error and more
             raise UserError(f"cannot read the image {str(file)!r}: {error}.") from error
         if arrays[-1].shape != arrays[0].shape:

@@ -40,7 +40,9 @@ def command(
     for name in chosen:
         REWARDS.target(name)  # an unknown name is refused before torch is imported
     rewards = reward_settings(chosen, settings or [])
-    token = token_file.read_text().strip() if token_file is not None else os.environ.get(TOKEN)
+    from visual_grpo.data import read_text
+
+    token = read_text(token_file, "the token").strip() if token_file is not None else os.environ.get(TOKEN)
     if token is not None and not token:
         raise UserError("the token is empty; write one into the file or the variable, or take it away.")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
