@@ -115,6 +115,7 @@ class KlConfig(Section):
     estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "gaussian", "prediction"] = Field(
         "k3", description="gaussian: transitions; prediction: mean squared difference of the network's predictions"
     )
+    weighted: bool = Field(False, description="the methods' unit weights weigh this term as they weigh the surrogate")
 
 
 class OptimizerConfig(Section):

@@ -66,15 +66,17 @@ def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopStat
     everything = torch.arange(rows.rollouts.num_units, device=rows.weights.device)
     limit = state.config.train.units_per_pass or max(len(everything), 1)
     chunks = list(everything.split(limit))
-    coefficients = stack.aggregate(rows.rollouts.unit_mask.double(), totals, rows.rollouts, state)
+    mask = rows.rollouts.unit_mask.double()
+    coefficients = stack.aggregate(mask, totals, rows.rollouts, state)
+    terms = stack.chain("regulariser_coefficients", coefficients, mask, totals, rows.rollouts, state)
     if len(chunks) > 1 and couples_units(stack, state):
-        yield from _coupled_passes(stack, rows, coefficients, everything, chunks, state)
+        yield from _coupled_passes(stack, rows, coefficients, terms, everything, chunks, state)
         return
     for units in chunks:
         log_prob = state.policy.log_prob(rows.rollouts, units)
         micro = make_micro(stack, rows, units, log_prob, state)
         loss, metrics = surrogate_loss(stack, micro, rows, coefficients, state)
-        extra, more = regularisers(stack, micro, rows, coefficients, state)
+        extra, more = regularisers(stack, micro, rows, terms, state)
         yield loss + extra, metrics | more
 
 
@@ -82,6 +84,7 @@ def _coupled_passes(
     stack: MethodStack,
     rows: LossInputs,
     coefficients: Tensor,
+    terms: Tensor,
     everything: Tensor,
     chunks: list[Tensor],
     state: LoopState,
@@ -95,7 +98,7 @@ def _coupled_passes(
     for units in chunks:
         log_prob = state.policy.log_prob(rows.rollouts, units)
         micro = make_micro(stack, rows, units, log_prob, state)
-        extra, more = regularisers(stack, micro, rows, coefficients, state)
+        extra, more = regularisers(stack, micro, rows, terms, state)
         linear = (log_prob.value * slope[:, units]).sum()
         share = loss.detach() if units is chunks[0] else torch.zeros_like(loss)
         # The value is the true loss, the gradient that of the linear form.
@@ -184,13 +187,16 @@ def regularisers(
 ) -> tuple[Tensor, Metrics]:
     """The pull to the reference and the stack's own terms: (scalar to add, figures)."""
     scale = coefficients[:, micro.units].to(micro.log_prob.value.dtype)
+    weights = rows.weights[:, micro.units]
     total = scale.new_zeros(())
     figures: Metrics = {}
-    if state.config.kl.beta > 0:
+    kl = state.config.kl
+    if kl.beta > 0:
         unit = reference_divergence(micro, state)
-        total = total + state.config.kl.beta * (unit * scale).sum()
+        weighted = unit * weights.to(unit.dtype) if kl.weighted else unit
+        total = total + kl.beta * state.kl_scale * (weighted * scale).sum()
         figures["kl"] = ((unit.detach() * micro.mask).sum(), micro.mask.sum())
-    for name, term in stack.regularise(micro, scale, rows.weights[:, micro.units], state).items():
+    for name, term in stack.regularise(micro, scale, weights, state).items():
         total = total + term
         figures[f"loss/{name}"] = (term.detach(), torch.tensor(0.0))  # the trainer counts optimizer steps
     return total, figures
