@@ -14,6 +14,14 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
     ),
     "dr_grpo": ("visual_grpo.pipelines.text.dr_grpo:DrGrpo", "Dr. GRPO (2503.20783): no std, constant length"),
     "gspo": ("visual_grpo.pipelines.text.gspo:Gspo", "GSPO (2507.18071): one ratio a sequence"),
+    "real": ("visual_grpo.pipelines.text.real:Real", "REAL (2602.05630): rewards as class labels, bounded gradients"),
+    "lens": ("visual_grpo.pipelines.text.lens:Lens", "LENS (2510.08696): learns from all-wrong groups by confidence"),
+    "s_grpo": ("visual_grpo.pipelines.text.s_grpo:SGrpo", "S-GRPO (2508.05928): group weights for noisy labels"),
+    "microcoder_grpo": (
+        "visual_grpo.pipelines.text.microcoder_grpo:MicroCoderGrpo",
+        "MicroCoder-GRPO (2603.07777): masks a share of cut answers, temperature by diversity",
+    ),
+    "grail": ("visual_grpo.pipelines.text.grail:Grail", "GRAIL (2606.04889): tokens weighted by the answer's gradient"),
     "flow_grpo": (
         "visual_grpo.pipelines.flow.flow_grpo:FlowGrpo",
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
@@ -70,4 +78,23 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     ),
     "gspo_text_tiny": ("visual_grpo.pipelines.text.gspo:gspo_text_tiny", "GSPO on the tiny LM's arithmetic"),
     "gspo_qwen3_8b": ("visual_grpo.pipelines.text.gspo:gspo_qwen3_8b", "GSPO on Qwen3-8B"),
+    "real_text_tiny": ("visual_grpo.pipelines.text.real:real_text_tiny", "REAL on the tiny LM's arithmetic"),
+    "real_r1_distill_qwen_1_5b": (
+        "visual_grpo.pipelines.text.real:real_r1_distill_qwen_1_5b",
+        "REAL on R1-Distill-Qwen-1.5B",
+    ),
+    "lens_text_tiny": ("visual_grpo.pipelines.text.lens:lens_text_tiny", "LENS on the tiny LM's arithmetic"),
+    "lens_qwen2_5_3b": ("visual_grpo.pipelines.text.lens:lens_qwen2_5_3b", "LENS on Qwen2.5-3B"),
+    "s_grpo_text_tiny": ("visual_grpo.pipelines.text.s_grpo:s_grpo_text_tiny", "S-GRPO on the tiny LM's arithmetic"),
+    "s_grpo_llama3_2_3b": ("visual_grpo.pipelines.text.s_grpo:s_grpo_llama3_2_3b", "S-GRPO on Llama-3.2-3B"),
+    "microcoder_grpo_text_tiny": (
+        "visual_grpo.pipelines.text.microcoder_grpo:microcoder_grpo_text_tiny",
+        "MicroCoder-GRPO on the tiny LM's arithmetic",
+    ),
+    "microcoder_grpo_qwen3_4b": (
+        "visual_grpo.pipelines.text.microcoder_grpo:microcoder_grpo_qwen3_4b",
+        "MicroCoder-GRPO on Qwen3-4B-Instruct-2507",
+    ),
+    "grail_text_tiny": ("visual_grpo.pipelines.text.grail:grail_text_tiny", "GRAIL on the tiny LM's arithmetic"),
+    "grail_qwen3_4b": ("visual_grpo.pipelines.text.grail:grail_qwen3_4b", "GRAIL on Qwen3-4B"),
 }

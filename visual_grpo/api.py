@@ -117,6 +117,11 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
             f"that replays {' or '.join(sorted(needs.unit_kinds))} units, but this one is {adapter.kind} and replays "
             f"{' and '.join(sorted(adapter.unit_kinds))}"
         )
+    if needs.input_gradients and not adapter.input_gradients:
+        raise UserError(
+            f"method {names} cannot train adapter {config.model.adapter!r}: it needs gradients to the model's inputs, which this "
+            "adapter does not give; use text_lm"
+        )
     sampling = validate(adapter.Sampling, config.sampling, where="sampling")
     eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
     for check in stack.methods.values():
@@ -141,10 +146,11 @@ def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:
         )
     if config.kl.beta > 0 and config.kl.estimator == "prediction" and not unit_kinds & {"transition", "noise_pair"}:
         raise UserError("kl.estimator=prediction needs a denoising model; use kl.estimator=k3 for tokens")
-    lengths = config.loss.aggregation in ("fixed_length", "token_sum_over_length")
+    modes = {"loss.aggregation": config.loss.aggregation, "kl.aggregation": config.kl.aggregation}
+    lengths = [f"{key}={mode}" for key, mode in modes.items() if mode in ("fixed_length", "token_sum_over_length")]
     if lengths and config.loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
         raise UserError(
-            f"loss.aggregation={config.loss.aggregation} divides by a length, and this model's sampler has no limit: set "
+            f"{lengths[0]} divides by a length, and this model's sampler has no limit: set "
             "loss.max_length"
         )
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from visual_grpo.aggregation import Totals, expand_units, reduce_map
+from visual_grpo.aggregation import Totals, aggregation_coefficients, expand_units, reduce_map
+from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
-from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.method import LoopState, MethodStack, length_limit
 from visual_grpo.objectives import Metrics
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch
 
@@ -50,6 +51,14 @@ class LossInputs:
         )
 
 
+def step_totals(rows: LossInputs, micro_batches: int, ranks: Ranks) -> Totals:
+    """Denominators of one optimizer step over all processes; groups are whole on theirs."""
+    units, groups = int(rows.rollouts.unit_mask.sum()), len(torch.unique(rows.rollouts.group_ids))
+    live = int((rows.advantages.reshape(len(rows), -1) != 0).any(1).sum()) if len(rows) else 0
+    found = ranks.sum(torch.tensor([len(rows), units, micro_batches, groups, live], dtype=torch.float64)).tolist()
+    return Totals(rows=found[0], units=found[1], micro_batches=found[2], groups=found[3], live_rows=found[4])
+
+
 def couples_units(stack: MethodStack, state: LoopState) -> bool:
     """True where the loss of a unit depends on the log-probs of other units of its row."""
     ratio, loss = state.config.ratio, state.config.loss
@@ -66,15 +75,19 @@ def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopStat
     everything = torch.arange(rows.rollouts.num_units, device=rows.weights.device)
     limit = state.config.train.units_per_pass or max(len(everything), 1)
     chunks = list(everything.split(limit))
-    coefficients = stack.aggregate(rows.rollouts.unit_mask.double(), totals, rows.rollouts, state)
+    mask = rows.rollouts.unit_mask.double()
+    coefficients = stack.aggregate(mask, totals, rows.rollouts, state)
+    kl, pull = state.config.kl, coefficients
+    if kl.aggregation is not None:
+        pull = aggregation_coefficients(mask, totals, mode=kl.aggregation, max_length=length_limit(state))
     if len(chunks) > 1 and couples_units(stack, state):
-        yield from _coupled_passes(stack, rows, coefficients, everything, chunks, state)
+        yield from _coupled_passes(stack, rows, coefficients, pull, everything, chunks, state)
         return
     for units in chunks:
         log_prob = state.policy.log_prob(rows.rollouts, units)
         micro = make_micro(stack, rows, units, log_prob, state)
         loss, metrics = surrogate_loss(stack, micro, rows, coefficients, state)
-        extra, more = regularisers(stack, micro, rows, coefficients, state)
+        extra, more = regularisers(stack, micro, rows, coefficients, pull, state)
         yield loss + extra, metrics | more
 
 
@@ -82,6 +95,7 @@ def _coupled_passes(
     stack: MethodStack,
     rows: LossInputs,
     coefficients: Tensor,
+    pull: Tensor,
     everything: Tensor,
     chunks: list[Tensor],
     state: LoopState,
@@ -95,7 +109,7 @@ def _coupled_passes(
     for units in chunks:
         log_prob = state.policy.log_prob(rows.rollouts, units)
         micro = make_micro(stack, rows, units, log_prob, state)
-        extra, more = regularisers(stack, micro, rows, coefficients, state)
+        extra, more = regularisers(stack, micro, rows, coefficients, pull, state)
         linear = (log_prob.value * slope[:, units]).sum()
         share = loss.detach() if units is chunks[0] else torch.zeros_like(loss)
         # The value is the true loss, the gradient that of the linear form.
@@ -180,15 +194,15 @@ def surrogate_loss(
 
 
 def regularisers(
-    stack: MethodStack, micro: MicroBatch, rows: LossInputs, coefficients: Tensor, state: LoopState
+    stack: MethodStack, micro: MicroBatch, rows: LossInputs, coefficients: Tensor, pull: Tensor, state: LoopState
 ) -> tuple[Tensor, Metrics]:
-    """The pull to the reference and the stack's own terms: (scalar to add, figures)."""
+    """The pull to the reference, aggregated by `pull`, and the stack's own terms: (scalar to add, figures)."""
     scale = coefficients[:, micro.units].to(micro.log_prob.value.dtype)
     total = scale.new_zeros(())
     figures: Metrics = {}
     if state.config.kl.beta > 0:
         unit = reference_divergence(micro, state)
-        total = total + state.config.kl.beta * (unit * scale).sum()
+        total = total + state.config.kl.beta * (unit * pull[:, micro.units].to(unit)).sum()
         figures["kl"] = ((unit.detach() * micro.mask).sum(), micro.mask.sum())
     for name, term in stack.regularise(micro, scale, rows.weights[:, micro.units], state).items():
         total = total + term

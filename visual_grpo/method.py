@@ -66,6 +66,8 @@ class Needs:
     """All rows of a group must meet in one micro-batch."""
     couples_units: bool = False
     """Its unit losses depend on other units of the row, so units may not be replayed one by one."""
+    input_gradients: bool = False
+    """It asks the adapter how much units depend on their inputs (`Policy.input_scores`)."""
     single_samples: bool = False
     """It needs no group: `group_size` may be 1."""
 
@@ -82,6 +84,8 @@ class LoopState:
     """0-based iteration; draws of a hook are keyed by (config.train.seed, step, row), never by the process."""
     on_policy: bool = True
     """the present weights are those that sampled (the first update of an iteration, nothing reused)."""
+    figures: Metrics = field(default_factory=dict)
+    """(sum, count) by name: what hooks outside the surrogate add to this step's metrics, see `figure`."""
     generate: Callable[[PromptBatch], RolloutBatch] = field(default=lambda _: _no_service("generate"))
     """sample further rows with the stack's own rollout hooks."""
     score: Callable[[RolloutBatch], RewardBatch] = field(default=lambda _: _no_service("score"))
@@ -92,6 +96,12 @@ class LoopState:
     def generator(self, *key: int) -> torch.Generator:
         """A CPU generator that depends on (seed, step, key) alone."""
         return seeded_generator(self.config.train.seed, self.step, *key)
+
+    def figure(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
+        """Log the mean of `values` (any shape) over `where`, this step and all processes; several calls add up."""
+        kept = values.detach().double() if where is None else values.detach().double()[where]
+        total, count = self.figures.get(name, (torch.tensor(0.0), torch.tensor(0.0)))
+        self.figures[name] = (total + kept.sum().cpu(), count + kept.numel())
 
 
 def _no_service(name: str) -> Any:
@@ -217,9 +227,9 @@ class Method(Generic[C]):
 
     def aggregate(self, mask: Tensor, totals: Totals, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """Exclusive. Coefficients [n, T] of a micro-batch's unit losses; their weighted sum over the step is the loss."""
-        loss = state.config.loss
-        limit = loss.max_length or getattr(state.sampling, "max_new_tokens", None)
-        return aggregation_coefficients(mask, totals, mode=loss.aggregation, max_length=limit)
+        return aggregation_coefficients(
+            mask, totals, mode=state.config.loss.aggregation, max_length=length_limit(state)
+        )
 
     def regularise(
         self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState
@@ -238,6 +248,12 @@ class Method(Generic[C]):
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+
+def length_limit(state: LoopState) -> int | None:
+    """The length that "fixed_length" divides by."""
+    limit: int | None = state.config.loss.max_length or getattr(state.sampling, "max_new_tokens", None)
+    return limit
 
 
 def rollout_seed(state: LoopState) -> int:
@@ -343,6 +359,7 @@ class MethodStack:
             reference=any(n.reference for n in all_needs),
             whole_groups=any(n.whole_groups for n in all_needs),
             couples_units=any(n.couples_units for n in all_needs),
+            input_gradients=any(n.input_gradients for n in all_needs),
             single_samples=any(n.single_samples for n in all_needs),
         )
 
@@ -356,9 +373,10 @@ class MethodStack:
             method.load_state_dict(values.get(name, {}))
 
 
-def fills(method: Method[Any], hook: str) -> bool:
+def fills(method: Method[Any] | type[Method[Any]], hook: str) -> bool:
     """True where the method's class has its own version of `hook`."""
-    return getattr(type(method), hook) is not getattr(Method, hook)
+    kind = method if isinstance(method, type) else type(method)
+    return getattr(kind, hook) is not getattr(Method, hook)
 
 
 def named_methods(items: list[dict[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:

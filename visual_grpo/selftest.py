@@ -12,6 +12,7 @@ from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
 from visual_grpo.aggregation import Totals
+from visual_grpo.batching import micro_batches
 from visual_grpo.combination import on_all_processes, signal
 from visual_grpo.errors import RunError
 from visual_grpo.loss import LossInputs, passes
@@ -54,7 +55,7 @@ def self_test(
         state: of the loop.
         lr: of the trial step.
     """
-    few = torch.arange(min(len(rows), state.config.train.micro_batch))
+    few = micro_batches(rows.group_ids, state.config.train.micro_batch, stack.needs.whole_groups)[0]
     probe = rows.select(few).to(state.policy.device)
     methods = copy.deepcopy(stack.state_dict())
     checks = [
@@ -148,9 +149,11 @@ def _probe_inputs(probe: RolloutBatch) -> LossInputs:
 def _gradient(stack: MethodStack, probe: RolloutBatch, state: LoopState) -> Check:
     name = "finite gradient of every trainable parameter"
     inputs = _probe_inputs(probe)
-    fixed = replace(state, on_policy=True)
+    rows, groups = len(probe), len(torch.unique(probe.group_ids))
+    totals = Totals(rows=rows, units=int(probe.unit_mask.sum()), groups=groups, live_rows=rows)
+    fixed = replace(state, on_policy=True, figures={})
     with torch.random.fork_rng():
-        for loss, _ in passes(stack, inputs, Totals.of_mask(probe.unit_mask), fixed):
+        for loss, _ in passes(stack, inputs, totals, fixed):
             if not torch.isfinite(loss):
                 return Check(name=name, status="failed", detail=f"the loss is {loss.item()}; use a wider model.dtype")
             loss.backward()

@@ -6,7 +6,7 @@ of row means). Departures from the paper: the std is Bessel-corrected and has an
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from visual_grpo.config import (
     DataConfig,
@@ -27,7 +27,7 @@ class Grpo(Method[MethodConfig]):
     Config: ClassVar[type[MethodConfig]] = MethodConfig
 
 
-def arithmetic(name: str, method: str, summary: str, **sections: object) -> RunConfig:
+def arithmetic(name: str, method: str | dict[str, dict[str, Any]], summary: str, **sections: object) -> RunConfig:
     """The tiny LM on its arithmetic: minutes on two cores. Shared by the text methods' tiny recipes."""
     settings: dict[str, object] = {
         "model": ModelConfig(adapter="text_lm", path="testbed/lm_tiny"),

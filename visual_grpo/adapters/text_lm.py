@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,8 +17,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from visual_grpo.adapters.generation import chunked_log_prob, generate, row_uniforms
+from visual_grpo.adapters.input_scores import ModelInputs, input_scores
 from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path
-from visual_grpo.adapters.protocol import MemoryPlan, PolicyAdapter, SamplingConfig
+from visual_grpo.adapters.protocol import Leaf, MemoryPlan, PolicyAdapter, SamplingConfig
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
@@ -43,25 +44,12 @@ class TextSampling(SamplingConfig):
     )
 
 
-@dataclass(kw_only=True)
-class ModelInputs:
-    """One forward pass over rows and where the wanted units' predictions stand in it."""
-
-    token_ids: Tensor
-    """[n, S] int64, prompt and completion, padded on the right."""
-    wanted: Tensor
-    """[n, u] bool, True where the unit is a real token."""
-    places: Tensor
-    """[M] int64 into the flattened [n * S] positions: what predicts each wanted token, row by row."""
-    targets: Tensor
-    """[M] int64, the wanted tokens."""
-
-
 class TextLMAdapter(PolicyAdapter):
     """A causal language model and its tokenizer."""
 
     kind = "autoregressive"
     library = "transformers"
+    input_gradients = True
     unit_kinds = frozenset({"token"})
     Sampling = TextSampling
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -307,13 +295,18 @@ class TextLMAdapter(PolicyAdapter):
         wanted = units < lengths[:, None]
         row, unit = wanted.nonzero(as_tuple=True)
         places = row * token_ids.shape[1] + starts[row] - 1 + units[unit]
-        return ModelInputs(token_ids=token_ids, wanted=wanted, places=places, targets=completions[row, units[unit]])
+        return ModelInputs(token_ids=token_ids, starts=starts, wanted=wanted, places=places, targets=completions[row, units[unit]])
+
+    def _head(self) -> nn.Module | None:
+        """The output embedding, where it may be applied to chosen places only."""
+        head: Any = self.model.get_output_embeddings()
+        # Sharded weights are gathered by the model's own forward only.
+        return head if self._split and type(head.weight).__name__ != "DTensor" else None
 
     def _predictions(self, inputs: ModelInputs) -> tuple[Tensor, nn.Module]:
         """What predicts the wanted tokens and the layer that makes logits of it: ([M, D], head), or ([M, V], identity)."""
-        head = self.model.get_output_embeddings()
-        # Sharded weights are gathered by the model's own forward only.
-        if self._split and type(head.weight).__name__ != "DTensor":
+        head = self._head()
+        if head is not None:
             hidden = self.model.base_model(input_ids=inputs.token_ids, use_cache=False)[0]
             return hidden.flatten(0, 1).index_select(0, inputs.places), head
         length = inputs.token_ids.shape[1]
@@ -333,6 +326,22 @@ class TextLMAdapter(PolicyAdapter):
         ids = [row[:length] for row, length in zip(rollouts.data["completion_ids"].tolist(), lengths, strict=True)]
         rollouts.texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return rollouts
+
+    def input_scores(self, rollouts: RolloutBatch, chosen: Tensor, *, leaf: Leaf) -> Tensor:
+        """See `PolicyAdapter.input_scores`."""
+        inputs = self._model_inputs(rollouts, torch.arange(rollouts.num_units))
+        temperature = rollouts.data["temperature"].to(self.device)
+        return input_scores(self.model, self._head(), inputs, chosen.to(self.device), temperature, leaf)
+
+    def first_units(self, rollouts: RolloutBatch, row: int, characters: Sequence[int]) -> list[int]:
+        """See `PolicyAdapter.first_units`; a token starts where the text of those before it ends."""
+        ids = rollouts.data["completion_ids"][row, : int(rollouts.data["lengths"][row])].tolist()
+        starts = range(len(ids) + 1)
+        return [bisect_left(starts, place, key=lambda unit: len(self._text(ids[:unit]))) for place in characters]
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
     def save(self, path: str) -> None:
         """Write model and tokenizer with `save_pretrained`."""
