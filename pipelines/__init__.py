@@ -22,6 +22,7 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "MicroCoder-GRPO (2603.07777): masks a share of cut answers, temperature by diversity",
     ),
     "grail": ("visual_grpo.pipelines.text.grail:Grail", "GRAIL (2606.04889): tokens weighted by the answer's gradient"),
+    "degrpo": ("visual_grpo.pipelines.text.degrpo:DeGrpo", "DeGRPO (2505.13379): the token that chooses the mode apart"),
     "flow_grpo": (
         "visual_grpo.pipelines.flow.flow_grpo:FlowGrpo",
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
@@ -97,4 +98,9 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     ),
     "grail_text_tiny": ("visual_grpo.pipelines.text.grail:grail_text_tiny", "GRAIL on the tiny LM's arithmetic"),
     "grail_qwen3_4b": ("visual_grpo.pipelines.text.grail:grail_qwen3_4b", "GRAIL on Qwen3-4B"),
+    "degrpo_text_tiny": ("visual_grpo.pipelines.text.degrpo:degrpo_text_tiny", "DeGRPO on the tiny LM's arithmetic"),
+    "degrpo_thinkless_1_5b": (
+        "visual_grpo.pipelines.text.degrpo:degrpo_thinkless_1_5b",
+        "DeGRPO on Thinkless-1.5B-Warmup",
+    ),
 }

@@ -44,6 +44,8 @@ class Totals:
     """Groups of the step, also those without a signal."""
     live_rows: float | Tensor = 0
     """Rows of the step whose advantage is not 0 everywhere."""
+    spans: tuple[float, ...] = ()
+    """Kept units of the step by their tag `span` (`types.Span`); empty where nothing is tagged."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "units", "micro_batches", "groups", "live_rows"):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
-from visual_grpo.aggregation import Totals
 from visual_grpo.batching import micro_batches
 from visual_grpo.combination import on_all_processes, signal
 from visual_grpo.errors import RunError
-from visual_grpo.loss import LossInputs, passes
+from visual_grpo.loss import LossInputs, passes, step_totals
 from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
@@ -149,11 +148,9 @@ def _probe_inputs(probe: RolloutBatch) -> LossInputs:
 def _gradient(stack: MethodStack, probe: RolloutBatch, state: LoopState) -> Check:
     name = "finite gradient of every trainable parameter"
     inputs = _probe_inputs(probe)
-    rows, groups = len(probe), len(torch.unique(probe.group_ids))
-    totals = Totals(rows=rows, units=int(probe.unit_mask.sum()), groups=groups, live_rows=rows)
     fixed = replace(state, on_policy=True, figures={})
     with torch.random.fork_rng():
-        for loss, _ in passes(stack, inputs, totals, fixed):
+        for loss, _ in passes(stack, inputs, step_totals(inputs, 1), fixed):
             if not torch.isfinite(loss):
                 return Check(name=name, status="failed", detail=f"the loss is {loss.item()}; use a wider model.dtype")
             loss.backward()

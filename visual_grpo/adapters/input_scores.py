@@ -54,10 +54,12 @@ def input_scores(
     columns = torch.arange(chosen.shape[1] + 1, device=chosen.device)
     positions = inputs.starts[:, None] - 1 + columns
     real = (columns <= inputs.wanted.sum(1)[:, None]) & (positions < length)
+    embed = model.get_input_embeddings()
+    wide = torch.promote_types(embed.weight.dtype, torch.float32)
     if not bool(chosen.any()):
-        return torch.zeros(real.shape, device=chosen.device)
+        return torch.zeros(real.shape, dtype=wide, device=chosen.device)
     with torch.enable_grad():
-        embeddings = model.get_input_embeddings()(inputs.token_ids).detach().requires_grad_()
+        embeddings = embed(inputs.token_ids).detach().requires_grad_()
         with _leaf_of(model, leaf, embeddings) as leaves:
             # Whole logits would be [n, S, V].
             output = (model if head is None else model.base_model)(inputs_embeds=embeddings, use_cache=False)
@@ -66,7 +68,6 @@ def input_scores(
         scale = temperature[:, None].expand(chosen.shape)[chosen]
         log_prob, _ = token_log_prob(logits, inputs.targets[picked], scale)
         (gradient,) = torch.autograd.grad(-log_prob.sum(), leaves[-1])
-    wide = torch.promote_types(gradient.dtype, torch.float32)
     size = (gradient.to(wide) * leaves[-1].detach().to(wide)).norm(dim=-1)
     return torch.where(real, size.gather(1, positions.clamp(max=length - 1)), 0.0)
 

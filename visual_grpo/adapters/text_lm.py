@@ -336,8 +336,7 @@ class TextLMAdapter(PolicyAdapter):
     def first_units(self, rollouts: RolloutBatch, row: int, characters: Sequence[int]) -> list[int]:
         """See `PolicyAdapter.first_units`; a token starts where the text of those before it ends."""
         ids = rollouts.data["completion_ids"][row, : int(rollouts.data["lengths"][row])].tolist()
-        starts = range(len(ids) + 1)
-        return [bisect_left(starts, place, key=lambda unit: len(self._text(ids[:unit]))) for place in characters]
+        return [bisect_left(range(len(ids)), place, key=lambda unit: len(self._text(ids[:unit]))) for place in characters]
 
     def _text(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,460 @@
+"""REAL, LENS, S-GRPO, MicroCoder-GRPO, DeGRPO and GRAIL through the loop: identities, refusals, degenerate batches."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_grpo.api import plan
+from visual_grpo.build import build_trainer
+from visual_grpo.config import to_yaml
+from visual_grpo.distributed import Ranks
+from visual_grpo.errors import RunError, UserError
+from visual_grpo.loss import LossInputs, passes, step_totals
+from visual_grpo.method import MethodStack
+from visual_grpo.metrics import Stats
+from visual_grpo.run_folder import RunFolder
+from visual_grpo.scoring import RewardSuite
+from visual_grpo.trainer import Trainer
+
+_spec = importlib.util.spec_from_file_location("toy_run", Path(__file__).parents[1] / "core" / "toy_run.py")
+assert _spec is not None
+assert _spec.loader is not None
+toy_run = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(toy_run)
+
+FLOAT64 = {"model": {"dtype": "float64"}, "self_test": {"enabled": False}}
+ONE_OF_EIGHT = torch.arange(32) % 8 == 0
+BINARY = (torch.arange(32) * 0.37).sin() > 0.5
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """Toy trainers: four prompts x 8 rows, float64."""
+    made: list[Trainer] = []
+
+    def build(method: Any, **over: Any) -> Trainer:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(toy_run.toy_trainer(folder, method=method, **(FLOAT64 | over)))
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        trainer.suite.close()
+        trainer.writer.close()
+
+
+def prepared(trainer: Trainer, scores: Tensor = BINARY) -> tuple[LossInputs, Tensor]:
+    """Rows to train and the advantages of a rollout batch whose rewards are given."""
+    rollouts, rewards = trainer.collect(trainer._draw())
+    rewards.values = scores.float()[:, None]
+    return trainer.prepare(rollouts, trainer.stack.shaped(rewards, rollouts, trainer.state), Stats())
+
+
+def gradient(trainer: Trainer, rows: LossInputs, size: int = 32, stack: MethodStack | None = None) -> tuple[Tensor, float]:
+    """Gradient and loss of one optimizer step in micro-batches of `size` rows."""
+    stack = stack or trainer.stack
+    for parameter in trainer.policy.trainable.values():
+        parameter.grad = None
+    parts = torch.arange(len(rows)).split(size)
+    totals, loss = step_totals(rows, len(parts), trainer.ranks), 0.0
+    for index in parts:
+        for part, _ in passes(stack, rows.select(index), totals, trainer.state):
+            part.backward()
+            loss += part.item()
+    grads = [p.grad for p in trainer.policy.trainable.values() if p.grad is not None]
+    return torch.cat([g.flatten() for g in grads]), loss
+
+
+def move(trainer: Trainer) -> None:
+    """Another policy than the one that sampled."""
+    trainer.state.on_policy = False
+    with torch.no_grad():
+        for parameter in trainer.policy.trainable.values():
+            parameter.add_(0.05 * torch.arange(parameter.numel(), dtype=parameter.dtype).view_as(parameter).sin())
+
+
+# -- the base ---------------------------------------------------------------------------------------------------------------
+
+
+def test_dr_grpo_with_both_divisions_is_grpo(make: Any) -> None:
+    found = []
+    back = {"advantage": {"std": "bessel"}, "loss": {"aggregation": "sequence_mean_token_mean"}}
+    for method, over in ((["grpo"], {}), (["dr_grpo"], back)):
+        trainer = make(method, **over)
+        rows, _ = prepared(trainer)
+        move(trainer)
+        found.append(gradient(trainer, rows))
+    assert float(found[0][0].abs().max()) > 1e-3
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-12)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-12)
+
+
+def test_the_pull_may_be_averaged_otherwise_than_the_loss(make: Any) -> None:
+    """With advantages of 0 only the KL is left; it is the token mean whatever the surrogate's aggregation."""
+    found = []
+    for loss, kl in (("token_mean", None), ("fixed_length", "token_mean"), ("fixed_length", None)):
+        trainer = make(["grpo"], loss={"aggregation": loss}, kl={"beta": 0.3, "aggregation": kl})
+        rows, _ = prepared(trainer, torch.zeros(32))
+        move(trainer)
+        found.append(gradient(trainer, rows, size=5)[1])
+    assert found[0] > 1e-4
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    assert found[2] != pytest.approx(found[1], abs=1e-6)
+
+
+# -- S-GRPO -----------------------------------------------------------------------------------------------------------------
+
+
+def test_s_grpo_without_noise_is_its_base(make: Any) -> None:
+    base = make(["grpo"], advantage={"eps": 1e-8})
+    _, plain = prepared(base)
+    for flip, factor in ((0.0, 1.0), (0.1, None)):
+        trainer = make([{"s_grpo": {"flip_probability": flip}}])
+        _, found = prepared(trainer)
+        if factor is not None:
+            torch.testing.assert_close(found, plain, rtol=2e-7, atol=0)
+        else:
+            live = plain != 0
+            assert bool((found[live].abs() < plain[live].abs()).all())
+            assert bool((found[~live] == 0).all())
+
+
+def test_s_grpo_reads_the_clean_labels(make: Any) -> None:
+    """A penalty that another method adds moves the advantages, never the count of right answers."""
+    trainer = make([{"dapo": {"dynamic_sampling": False, "overlong_cache": 3}}, "s_grpo"])
+    prepared(trainer)
+    weight, count = trainer.state.figures["s_grpo/weight"]
+    other = make(["s_grpo"])
+    prepared(other)
+    assert (float(weight), float(count)) == tuple(map(float, other.state.figures["s_grpo/weight"]))
+
+
+def test_s_grpo_may_drop_everything(make: Any) -> None:
+    """One right of eight at p = 0.15: weight 0 in every group, no step, and the alarm tells."""
+    trainer = make([{"s_grpo": {"flip_probability": 0.15}}])
+    rows, advantages = prepared(trainer, ONE_OF_EIGHT)
+    assert bool((advantages == 0).all())
+    assert trainer.state.figures["s_grpo/dropped"][0] == 4
+    before = {k: v.detach().clone() for k, v in trainer.policy.trainable.items()}
+    stats = Stats()
+    trainer.update(rows, stats)
+    figures = stats.reduce(trainer.ranks)
+    assert figures["loss"] == 0.0
+    assert figures["grad_norm"] == 0.0
+    assert all(torch.equal(before[k], v) for k, v in trainer.policy.trainable.items())
+    assert "zero_gradient" in [alarm.name for alarm in trainer.alarms.check(1, figures)]
+
+
+# -- REAL -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["s_grpo", "dapo", "grail", "microcoder_grpo", "lens"])
+def test_real_refuses_what_it_would_ignore(other: str) -> None:
+    with pytest.raises(UserError, match=f"methods 'real' and '{other}' cannot be stacked"):
+        plan({**plan("real_text_tiny").config.explicit(), "method": ["real", other]})
+
+
+def test_real_refuses_dropped_groups() -> None:
+    with pytest.raises(UserError, match=r"set advantage\.drop_flat=false"):
+        plan("real_text_tiny", {"advantage.drop_flat": True})
+
+
+def test_real_refuses_a_cut_group(make: Any) -> None:
+    trainer = make(["real"])
+    rows, labels = prepared(trainer)
+    assert set(labels.tolist()) == {-1.0, 0.0, 1.0}
+    with pytest.raises(ValueError, match=r"has 8 rows, 5 of them in this loss call"):
+        gradient(trainer, rows, size=5)
+
+
+def test_real_updates(make: Any) -> None:
+    """Four updates a rollout, through the whole step: gradients of rows stay below 1 / temperature."""
+    trainer = make(
+        [{"real": {"temperature": 0.5}}], train={"updates_per_step": 4, "optimizer": {"lr": 0.1}}, self_test={"enabled": True}
+    )
+    trainer.suite = RewardSuite(
+        {"test": {"reward": lambda prompts, completions: [float(len(c) < 2) for c in completions]}}
+    )
+    trainer.iteration()
+    metrics = trainer.writer.folder.read_metrics("train")[0]["metrics"]
+    assert 0 < metrics["row_weight_max"] < 2.0
+    assert metrics["logit_right"] > metrics["logit_wrong"]
+    assert 0 < metrics["real/labelled"] <= 1
+    assert trainer.optimizer.steps_done == 4
+
+
+def test_real_counts_prompts_without_both_classes(make: Any) -> None:
+    """One live group of four: the loss of unmoved weights is (log(1 + P) + log(1 + M)) / 4."""
+    scores = torch.zeros(32)
+    scores[:3] = 1
+    trainer = make(["real"])
+    rows, _ = prepared(trainer, scores)
+    _, loss = gradient(trainer, rows, size=8)
+    assert loss == pytest.approx(float(torch.tensor([4.0, 6.0]).log().sum()) / 4)
+
+
+# -- LENS -------------------------------------------------------------------------------------------------------------------
+
+
+def test_lens_learns_from_groups_without_a_right_answer(make: Any) -> None:
+    scores = torch.zeros(32)
+    scores[:8], scores[8] = 1, 1  # all right, one right, none, none
+    trainer = make(["lens"])
+    rollouts, rewards = trainer.collect(trainer._draw())
+    rewards.values = scores[:, None]
+    shaped = trainer.stack.shaped(rewards, rollouts, trainer.state)
+    assert shaped.clean is rewards
+    stats = Stats()
+    _, advantages = trainer.prepare(rollouts, shaped, stats)
+    assert stats.reduce(trainer.ranks)["flat_groups"] == 0.25, "only the group that is all right"
+    assert bool((advantages[:8] == 0).all())
+    assert bool((advantages[16:].abs() > 0).any())
+    assert float(advantages[16:24].sum()) == pytest.approx(0.0, abs=1e-9)
+    assert float(trainer.state.figures["lens/negative_groups"][0]) == 2
+    kept = rollouts.unit_mask
+    confidence = (torch.where(kept, rollouts.old_log_prob, 0.0).sum(1) / kept.sum(1)).exp()
+    for group in (slice(16, 24), slice(24, 32)):
+        assert int(advantages[group].argmin()) == int(confidence[group].argmax())
+
+
+def test_lens_and_its_conflicts(make: Any) -> None:
+    with pytest.raises(UserError, match=r"set method\.dapo\.dynamic_sampling=false"):
+        make(["lens", "dapo"])
+    make(["lens", {"dapo": {"dynamic_sampling": False}}])
+    with pytest.raises(UserError, match=r"combine\.how=product does not add"):
+        make(["lens"], combine={"how": "product"})
+    with pytest.raises(UserError, match=r"combine\.how=gdpo does not add"):
+        plan("lens_text_tiny", {"combine.how": "gdpo"})
+    late = make([{"dapo": {"dynamic_sampling": False, "overlong_cache": 3}}, "lens"])
+    with pytest.raises(RunError, match=r"put lens before other methods that shape rewards"):
+        prepared(late)
+
+
+def test_rows_that_nothing_scored_get_nothing_from_lens(make: Any) -> None:
+    trainer = make(["lens"])
+    trainer.suite = RewardSuite(
+        {"test": {"reward": lambda prompts, completions: [None if i % 2 else 0.0 for i in range(len(prompts))]}}
+    )
+    rollouts, rewards = trainer.collect(trainer._draw())
+    shaped = trainer.stack.shaped(rewards, rollouts, trainer.state)
+    _, advantages = trainer.prepare(rollouts, shaped, Stats())
+    assert torch.equal(shaped.usable, rewards.usable)
+    assert bool((advantages[~rewards.usable] == 0).all())
+    assert bool((advantages[rewards.usable] != 0).any())
+
+
+# -- MicroCoder-GRPO --------------------------------------------------------------------------------------------------------
+
+CODER = {"repeat_window": 2, "correct_from": 0.0}  # every scored answer counts as right, so every cut one is eligible
+
+
+def test_microcoder_without_a_mask_is_grpo_with_its_settings(make: Any) -> None:
+    found = []
+    settings = {"advantage": {"eps": 1e-6}, "ratio": {"clip_high": 0.28}, "loss": {"aggregation": "token_mean"}}
+    for method, over in ((["grpo"], settings), ([{"microcoder_grpo": {**CODER, "mask_share": 0.0}}], {})):
+        trainer = make(method, **over)
+        rows, _ = prepared(trainer)
+        move(trainer)
+        found.append(gradient(trainer, rows)[0])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
+def test_the_mask_takes_its_share_and_touches_no_other_row(make: Any) -> None:
+    big = {"train": {"prompts_per_step": 16, "group_size": 32, "micro_batch": 64}}
+    scores = torch.arange(512) % 2 == 0
+    plain, cut = None, None
+    for share in (0.0, 1.0, 0.3):
+        trainer = make([{"microcoder_grpo": {**CODER, "mask_share": share}}], **big)
+        rows, advantages = prepared(trainer, scores)
+        if plain is None:
+            plain, cut = advantages, rows.rollouts.truncated
+            continue
+        masked = (advantages == 0) & (plain != 0)
+        assert torch.equal(advantages[~masked], plain[~masked])
+        assert cut is not None
+        assert bool(cut[masked].all())
+        assert bool((rows.rollouts.unit_mask.sum(1)[masked] == 3).all())
+        if share == 1.0:
+            assert torch.equal(masked, cut)
+        else:
+            assert float(masked.sum() / cut.sum()) == pytest.approx(0.3, abs=0.07)
+            again = make([{"microcoder_grpo": {**CODER, "mask_share": share}}], **big)
+            assert torch.equal(prepared(again, scores)[1], advantages), "one draw for each seed, step and row"
+
+
+def test_all_rows_masked_is_a_step_of_nothing(make: Any) -> None:
+    trainer = make([{"microcoder_grpo": {**CODER, "mask_share": 1.0}}])
+    rollouts, rewards = trainer.collect(trainer._draw())
+    rollouts.truncated = torch.ones(32, dtype=torch.bool)
+    rewards.values = BINARY.float()[:, None]
+    rows, advantages = trainer.prepare(rollouts, rewards, Stats())
+    assert bool((advantages == 0).all())
+    found, loss = gradient(trainer, rows)
+    assert loss == 0.0
+    assert bool((found == 0).all())
+
+
+def test_microcoder_refuses_what_does_not_fit(make: Any) -> None:
+    with pytest.raises(UserError, match=r"loss\.mask_truncated=true masks all"):
+        make(["microcoder_grpo"], loss={"mask_truncated": True})
+    with pytest.raises(UserError, match=r"temperatures must rise from above 0, got \[1\.0, 0\.5\]"):
+        make([{"microcoder_grpo": {"temperatures": [1.0, 0.5]}}])
+    trainer = make([{"microcoder_grpo": {"complete_detail": "code/complete"}}])
+    with pytest.raises(RunError, match=r"no reward gives 'code/complete'; there are: exact_match/answered"):
+        prepared(trainer)
+
+
+def test_the_pilot_takes_the_lowest_temperature_that_is_diverse_enough(make: Any) -> None:
+    stages = {"temperatures": [0.05, 1.2, 2.0], "diversity_target": 0.7, "pilot_prompts": 2}
+    trainer = make([{"microcoder_grpo": stages}])
+    method = trainer.stack.methods["microcoder_grpo"]
+    rollouts, _ = trainer.collect(trainer._draw())
+    assert method.temperature == 1.2
+    assert trainer.state.sampling.temperature == 1.2
+    units = torch.arange(rollouts.num_units)
+    with torch.no_grad():
+        ratio = (trainer.policy.log_prob(rollouts, units).value - rollouts.old_log_prob)[rollouts.unit_mask].exp()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-12)
+    unreachable = make([{"microcoder_grpo": {**stages, "temperatures": [0.05, 0.06], "diversity_target": 0.99}}])
+    unreachable.collect(unreachable._draw())
+    assert unreachable.stack.methods["microcoder_grpo"].temperature == 0.06
+
+
+def test_the_temperature_rises_by_one_candidate_after_several_looks(make: Any) -> None:
+    stages = {"temperatures": [0.5, 1.0, 1.5], "diversity_target": 0.8, "stage": 2, "patience": 2}
+    trainer = make([{"microcoder_grpo": stages}])
+    method, state = trainer.stack.methods["microcoder_grpo"], trainer.state
+    method.temperature = 0.5
+    taken = []
+    for step, seen in enumerate([0.1, 0.1, 0.9, 0.9, 0.1, 0.1, 0.63, 0.63, 0.65, 0.65, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]):
+        state.step, method._diversity = step, seen
+        method.after_step({}, state)
+        taken.append(method.temperature)
+    # Looks at steps 1, 3, 5, 7, ...: low, fine, low, low (0.63 < 0.64) -> up; fine, low, low -> up; then the highest stays.
+    assert taken == [0.5] * 7 + [1.0] * 6 + [1.5] * 4
+    again = make([{"microcoder_grpo": stages}])
+    again.stack.load_state_dict(trainer.stack.state_dict())
+    rollouts, _ = again.collect(again._draw())
+    assert rollouts.data["temperature"].unique().tolist() == [1.5]
+    changed = make([{"microcoder_grpo": {**stages, "temperatures": [0.7, 0.9]}}])
+    changed.stack.load_state_dict(trainer.stack.state_dict())
+    assert changed.stack.methods["microcoder_grpo"].temperature is None
+
+
+# -- DeGRPO -----------------------------------------------------------------------------------------------------------------
+
+
+def test_degrpo_without_control_tokens_is_grpo(make: Any) -> None:
+    settings = {"advantage": {"std": "none"}, "loss": {"aggregation": "token_mean"}}
+    found = []
+    for method, over in ((["grpo"], settings), ([{"degrpo": {"control_tokens": 0}}], {"kl": {"beta": 0.0}})):
+        trainer = make(method, **over)
+        rows, _ = prepared(trainer)
+        move(trainer)
+        found.append(gradient(trainer, rows)[0])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
+def test_degrpo_rewards_modes_and_tells_a_missing_tag(make: Any) -> None:
+    modes = {"short_start": "1", "think_start": ""}
+    trainer = make([{"degrpo": {"mode_rewards": modes}}])
+    rollouts, rewards = trainer.collect(trainer._draw())
+    rewards.values = BINARY.float()[:, None]
+    shaped = trainer.stack.shaped(rewards, rollouts, trainer.state)
+    assert shaped.clean is rewards
+    brief = torch.tensor([text.startswith("1") for text in rollouts.texts])
+    expected = torch.where(BINARY, torch.where(brief, 1.0, 0.5), -1.0)
+    assert torch.equal(shaped.total(), expected)
+    assert bool((rollouts.unit_tags["span"][:, 0] == 3).all())
+    assert bool((rollouts.unit_tags["span"][:, 1:] == 0).all())
+    rows, _ = trainer.prepare(rollouts, shaped, Stats())
+    bare = replace(rows, rollouts=replace(rows.rollouts, unit_tags={}))
+    with pytest.raises(RunError, match=r"no unit of the step has the tag span = control"):
+        gradient(trainer, bare)
+
+
+# -- GRAIL ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, LossInputs]]:
+    """The tiny LM in float64, two prompts x 4, moved away from the policy that sampled."""
+    small = {"prompts_per_step": 2, "group_size": 4, "micro_batch": 8}
+    made = plan("grail_text_tiny", {"model.dtype": "float64", **{f"train.{k}": v for k, v in small.items()}})
+    folder = RunFolder.create(tmp_path_factory.mktemp("grail"), "grail", config_yaml=to_yaml(made.config))
+    trainer = build_trainer(made, folder, Ranks())
+    rows, _ = prepared(trainer, torch.tensor([1, 0, 0, 1, 0, 0, 1, 0]))
+    generator = torch.Generator().manual_seed(3)
+    trainer.state.on_policy = False
+    with torch.no_grad():
+        for parameter in trainer.policy.trainable.values():
+            parameter.add_(1e-3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    yield trainer, rows
+    trainer.suite.close()
+    trainer.writer.close()
+
+
+def configured(trainer: Trainer, **options: Any) -> MethodStack:
+    """The stack with other options of the method."""
+    method = trainer.stack.methods["grail"]
+    return MethodStack({"grail": type(method)(method.config.model_copy(update=options))})
+
+
+def test_grail_does_not_depend_on_the_split(grail: tuple[Trainer, LossInputs]) -> None:
+    trainer, rows = grail
+    whole = gradient(trainer, rows)
+    assert float(whole[0].abs().max()) > 1e-4
+    for size in (3, 1):
+        found = gradient(trainer, rows, size)
+        torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-10)
+        assert found[1] == pytest.approx(whole[1], abs=1e-10)
+    train = trainer.config.train.model_copy(update={"units_per_pass": 9})
+    kept, trainer.state.config = trainer.state.config, trainer.config.model_copy(update={"train": train})
+    chunked = gradient(trainer, rows)
+    trainer.state.config = kept
+    torch.testing.assert_close(chunked[0], whole[0], rtol=0, atol=1e-10)
+
+
+def test_grail_with_equal_weights_is_its_base(grail: tuple[Trainer, LossInputs]) -> None:
+    trainer, rows = grail
+    base = gradient(trainer, rows, stack=MethodStack({}))
+    equal = gradient(trainer, rows, stack=configured(trainer, weight_std=0.0, weight_max=1.0))
+    torch.testing.assert_close(equal[0], base[0], rtol=0, atol=1e-12)
+    weighted = gradient(trainer, rows)
+    assert not torch.allclose(weighted[0], base[0], atol=1e-4)
+
+
+def test_grail_weighs_the_answer_and_logs_it(grail: tuple[Trainer, LossInputs]) -> None:
+    trainer, rows = grail
+    trainer.state.figures.clear()
+    gradient(trainer, rows)
+    figures = {name: float(total / count) for name, (total, count) in trainer.state.figures.items()}
+    assert figures["grail/answer_weight"] > figures["grail/weight"] > 0.5
+    assert 0 < figures["grail/fallback"] < 1, "right rows fall back, wrong ones are weighted"
+
+
+def test_grail_makes_no_pass_for_rows_without_an_advantage(
+    grail: tuple[Trainer, LossInputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rows = grail
+    monkeypatch.setattr(trainer.policy.adapter, "input_scores", lambda *_, **__: pytest.fail("a pass was made"))
+    _, loss = gradient(trainer, replace(rows, advantages=torch.zeros_like(rows.advantages)))
+    assert loss == 0.0
+
+
+def test_grail_refuses_what_does_not_fit(make: Any) -> None:
+    with pytest.raises(UserError, match=r"it needs gradients to the model's inputs, which this adapter does not give"):
+        make(["grail"])
+    with pytest.raises(UserError, match=r"weight_min \(6\) must be at most weight_max \(5\)"):
+        plan("grail_text_tiny", {"method.grail.weight_min": 6.0})
+    with pytest.raises(UserError, match=r"leaf=first needs model\.gradient_checkpointing=false"):
+        plan("grail_text_tiny", {"method.grail.leaf": "first", "model.gradient_checkpointing": True})
