@@ -14,6 +14,27 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
     ),
     "dr_grpo": ("visual_grpo.pipelines.text.dr_grpo:DrGrpo", "Dr. GRPO (2503.20783): no std, constant length"),
     "gspo": ("visual_grpo.pipelines.text.gspo:Gspo", "GSPO (2507.18071): one ratio a sequence"),
+    "balanced_aggregation": (
+        "visual_grpo.pipelines.text.balanced_aggregation:BalancedAggregation",
+        "Balanced Aggregation (2605.04077): token means by the sign of the advantage",
+    ),
+    "lambda_grpo": (
+        "visual_grpo.pipelines.text.lambda_grpo:LambdaGrpo",
+        "lambda-GRPO (2509.21154): beginnings that answers share count once",
+    ),
+    "tmn_reweight": (
+        "visual_grpo.pipelines.text.tmn_reweight:TmnReweight",
+        "TMN-Reweight (2605.19577): one reward scale a task, a factor of difficulty",
+    ),
+    "seed_grpo": (
+        "visual_grpo.pipelines.text.seed_grpo:SeedGrpo",
+        "SEED-GRPO (2505.12346): smaller steps where a group's answers differ in meaning",
+    ),
+    "fg_expo": (
+        "visual_grpo.pipelines.text.fg_expo:FgExpo",
+        "FG-ExPO (2605.11403): KL by the batch's accuracy, questions by their pass rate",
+    ),
+    "redit": ("visual_grpo.pipelines.text.redit:Redit", "ReDit (2506.18631): noise on the rewards, for any units"),
     "real": ("visual_grpo.pipelines.text.real:Real", "REAL (2602.05630): rewards as class labels, bounded gradients"),
     "lens": ("visual_grpo.pipelines.text.lens:Lens", "LENS (2510.08696): learns from all-wrong groups by confidence"),
     "s_grpo": ("visual_grpo.pipelines.text.s_grpo:SGrpo", "S-GRPO (2508.05928): group weights for noisy labels"),
@@ -79,6 +100,54 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     ),
     "gspo_text_tiny": ("visual_grpo.pipelines.text.gspo:gspo_text_tiny", "GSPO on the tiny LM's arithmetic"),
     "gspo_qwen3_8b": ("visual_grpo.pipelines.text.gspo:gspo_qwen3_8b", "GSPO on Qwen3-8B"),
+    "balanced_aggregation_text_tiny": (
+        "visual_grpo.pipelines.text.balanced_aggregation:balanced_aggregation_text_tiny",
+        "BA on the tiny LM's arithmetic",
+    ),
+    "balanced_aggregation_qwen2_5_math_7b": (
+        "visual_grpo.pipelines.text.balanced_aggregation:balanced_aggregation_qwen2_5_math_7b",
+        "BA under DAPO on Qwen2.5-Math-7B, DAPO-17k",
+    ),
+    "lambda_grpo_text_tiny": (
+        "visual_grpo.pipelines.text.lambda_grpo:lambda_grpo_text_tiny",
+        "lambda-GRPO on the tiny LM's arithmetic",
+    ),
+    "lambda_grpo_qwen2_5_3b": (
+        "visual_grpo.pipelines.text.lambda_grpo:lambda_grpo_qwen2_5_3b",
+        "lambda-GRPO on Qwen2.5-3B-Instruct, the reference script's settings",
+    ),
+    "tmn_reweight_text_tiny": (
+        "visual_grpo.pipelines.text.tmn_reweight:tmn_reweight_text_tiny",
+        "TMN-Reweight on the tiny LM's arithmetic, sums paid a tenth",
+    ),
+    "tmn_reweight_qwen3_4b": (
+        "visual_grpo.pipelines.text.tmn_reweight:tmn_reweight_qwen3_4b",
+        "TMN-Reweight on Qwen3-4B, the launch script's settings",
+    ),
+    "seed_grpo_text_tiny": (
+        "visual_grpo.pipelines.text.seed_grpo:seed_grpo_text_tiny",
+        "SEED-GRPO on the tiny LM's arithmetic",
+    ),
+    "seed_grpo_qwen2_5_math_7b": (
+        "visual_grpo.pipelines.text.seed_grpo:seed_grpo_qwen2_5_math_7b",
+        "SEED-GRPO on Qwen2.5-Math-7B, the paper's settings",
+    ),
+    "fg_expo_text_tiny": (
+        "visual_grpo.pipelines.text.fg_expo:fg_expo_text_tiny",
+        "FG-ExPO on the tiny LM's arithmetic",
+    ),
+    "fg_expo_r1_distill_qwen_1_5b": (
+        "visual_grpo.pipelines.text.fg_expo:fg_expo_r1_distill_qwen_1_5b",
+        "FG-ExPO on R1-Distill-Qwen-1.5B, the paper's settings",
+    ),
+    "redit_text_tiny": (
+        "visual_grpo.pipelines.text.redit:redit_text_tiny",
+        "ReDit on the tiny LM's arithmetic",
+    ),
+    "redit_qwen2_5_7b": (
+        "visual_grpo.pipelines.text.redit:redit_qwen2_5_7b",
+        "ReDit on Qwen2.5-7B-Instruct, GSM8K",
+    ),
     "real_text_tiny": ("visual_grpo.pipelines.text.real:real_text_tiny", "REAL on the tiny LM's arithmetic"),
     "real_r1_distill_qwen_1_5b": (
         "visual_grpo.pipelines.text.real:real_r1_distill_qwen_1_5b",

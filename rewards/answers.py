@@ -14,7 +14,15 @@ from typing import Any, Literal, get_args
 
 from visual_grpo.errors import UserError
 
-__all__ = ["GOLD_KEYS", "Extraction", "extract_answer", "gold_answer", "normalise_answer", "same_answer"]
+__all__ = [
+    "GOLD_KEYS",
+    "Extraction",
+    "answer_label",
+    "extract_answer",
+    "gold_answer",
+    "normalise_answer",
+    "same_answer",
+]
 
 Extraction = Literal["auto", "answer_tag", "boxed", "hashes", "last_number", "letter", "whole"]
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")
@@ -121,6 +129,16 @@ def same_answer(answer: str, gold: str) -> bool:
     if left is not None or right is not None:
         return answer.strip() == gold.strip()
     return normalise_answer(answer) == normalise_answer(gold)
+
+
+def answer_label(answer: str) -> Decimal | str:
+    """A key that equal answers share: the number, or else the normalised text.
+
+    >>> answer_label("1,000.0") == answer_label("1000"), answer_label("The cat.") == answer_label("cat")
+    (True, True)
+    """
+    number = _number(answer)
+    return (normalise_answer(answer) or answer.strip()) if number is None else number
 
 
 def gold_answer(metadata: Mapping[str, Any], key: str | None) -> Any:

@@ -146,11 +146,10 @@ def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:
         )
     if config.kl.beta > 0 and config.kl.estimator == "prediction" and not unit_kinds & {"transition", "noise_pair"}:
         raise UserError("kl.estimator=prediction needs a denoising model; use kl.estimator=k3 for tokens")
-    modes = {"loss.aggregation": config.loss.aggregation, "kl.aggregation": config.kl.aggregation}
-    lengths = [f"{key}={mode}" for key, mode in modes.items() if mode in ("fixed_length", "token_sum_over_length")]
+    lengths = config.loss.aggregation in ("fixed_length", "token_sum_over_length")
     if lengths and config.loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
         raise UserError(
-            f"{lengths[0]} divides by a length, and this model's sampler has no limit: set "
+            f"loss.aggregation={config.loss.aggregation} divides by a length, and this model's sampler has no limit: set "
             "loss.max_length"
         )
 

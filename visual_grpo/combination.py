@@ -34,6 +34,7 @@ __all__ = [
     "check_combination",
     "combined_advantages",
     "group_ranks",
+    "judged",
     "on_all_processes",
     "product_total",
     "row_combination",
@@ -243,6 +244,11 @@ def combined_advantages(rewards: RewardBatch, group_ids: Tensor, counts: Tensor,
     whitened = token_whitened(sums, counts, rewards.usable)
     constant = constant_groups(values, kept, group_ids, options.single_group)[group_ids.long()]
     return torch.where(constant & combine.zero_flat, 0.0, whitened)
+
+
+def judged(rewards: RewardBatch) -> RewardBatch:
+    """The scores by which groups count as flat: the clean ones where the shaped ones hold noise."""
+    return rewards.clean if rewards.noisy and rewards.clean is not None else rewards
 
 
 def on_all_processes(rewards: RewardBatch, ranks: Ranks) -> RewardBatch:

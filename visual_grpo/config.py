@@ -112,17 +112,7 @@ class KlConfig(Section):
     estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "gaussian", "prediction"] = Field(
         "k3", description="gaussian: transitions; prediction: mean squared difference of the network's predictions"
     )
-    aggregation: (
-        Literal[
-            "sequence_mean_token_mean",
-            "token_mean",
-            "fixed_length",
-            "sequence_mean_token_sum",
-            "token_sum_over_length",
-            "micro_batch_token_mean",
-        ]
-        | None
-    ) = Field(None, description="how the divergence is averaged; null = as the loss")
+    weighted: bool = Field(False, description="the methods' unit weights weigh this term as they weigh the surrogate")
 
 
 class OptimizerConfig(Section):

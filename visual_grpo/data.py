@@ -218,8 +218,13 @@ class PromptSource:
         return turn[int(order[place])]
 
 
-def prompt_batch(rows: Sequence[PromptRow], group_size: int, *, first_group: int = 0) -> PromptBatch:
-    """`group_size` rows of every prompt, side by side; groups are numbered from `first_group`."""
+def prompt_batch(
+    rows: Sequence[PromptRow], group_size: int, *, first_group: int = 0, index: Sequence[int] | None = None
+) -> PromptBatch:
+    """`group_size` rows of every prompt, side by side; groups are numbered from `first_group`.
+
+    `index`, the prompts' places in their set, becomes the row tag `index`.
+    """
     count = len(rows)
     groups = torch.arange(first_group, first_group + count).repeat_interleave(group_size)
     return PromptBatch(
@@ -227,6 +232,7 @@ def prompt_batch(rows: Sequence[PromptRow], group_size: int, *, first_group: int
         metadata=[r.metadata for r in rows for _ in range(group_size)],
         group_ids=groups,
         row_ids=torch.arange(first_group * group_size, (first_group + count) * group_size),
+        tags={} if index is None else {"index": torch.tensor(index, dtype=torch.int64).repeat_interleave(group_size)},
     )
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from visual_grpo.aggregation import Totals, aggregation_coefficients, expand_units, reduce_map
+from visual_grpo.aggregation import Totals, expand_units, reduce_map
 from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
-from visual_grpo.method import LoopState, MethodStack, length_limit
+from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.objectives import Metrics
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch, Span
 
@@ -84,17 +84,15 @@ def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopStat
     chunks = list(everything.split(limit))
     mask = rows.rollouts.unit_mask.double()
     coefficients = stack.aggregate(mask, totals, rows.rollouts, state)
-    kl, pull = state.config.kl, coefficients
-    if kl.aggregation is not None:
-        pull = aggregation_coefficients(mask, totals, mode=kl.aggregation, max_length=length_limit(state))
+    terms = stack.chain("regulariser_coefficients", coefficients, mask, totals, rows.rollouts, state)
     if len(chunks) > 1 and couples_units(stack, state):
-        yield from _coupled_passes(stack, rows, coefficients, pull, everything, chunks, state)
+        yield from _coupled_passes(stack, rows, coefficients, terms, everything, chunks, state)
         return
     for units in chunks:
         log_prob = state.policy.log_prob(rows.rollouts, units)
         micro = make_micro(stack, rows, units, log_prob, state)
         loss, metrics = surrogate_loss(stack, micro, rows, coefficients, state)
-        extra, more = regularisers(stack, micro, rows, coefficients, pull, state)
+        extra, more = regularisers(stack, micro, rows, terms, state)
         yield loss + extra, metrics | more
 
 
@@ -102,7 +100,7 @@ def _coupled_passes(
     stack: MethodStack,
     rows: LossInputs,
     coefficients: Tensor,
-    pull: Tensor,
+    terms: Tensor,
     everything: Tensor,
     chunks: list[Tensor],
     state: LoopState,
@@ -116,7 +114,7 @@ def _coupled_passes(
     for units in chunks:
         log_prob = state.policy.log_prob(rows.rollouts, units)
         micro = make_micro(stack, rows, units, log_prob, state)
-        extra, more = regularisers(stack, micro, rows, coefficients, pull, state)
+        extra, more = regularisers(stack, micro, rows, terms, state)
         linear = (log_prob.value * slope[:, units]).sum()
         share = loss.detach() if units is chunks[0] else torch.zeros_like(loss)
         # The value is the true loss, the gradient that of the linear form.
@@ -201,17 +199,20 @@ def surrogate_loss(
 
 
 def regularisers(
-    stack: MethodStack, micro: MicroBatch, rows: LossInputs, coefficients: Tensor, pull: Tensor, state: LoopState
+    stack: MethodStack, micro: MicroBatch, rows: LossInputs, coefficients: Tensor, state: LoopState
 ) -> tuple[Tensor, Metrics]:
-    """The pull to the reference, aggregated by `pull`, and the stack's own terms: (scalar to add, figures)."""
+    """The pull to the reference and the stack's own terms: (scalar to add, figures)."""
     scale = coefficients[:, micro.units].to(micro.log_prob.value.dtype)
+    weights = rows.weights[:, micro.units]
     total = scale.new_zeros(())
     figures: Metrics = {}
-    if state.config.kl.beta > 0:
+    kl = state.config.kl
+    if kl.beta > 0:
         unit = reference_divergence(micro, state)
-        total = total + state.config.kl.beta * (unit * pull[:, micro.units].to(unit)).sum()
+        weighted = unit * weights.to(unit.dtype) if kl.weighted else unit
+        total = total + kl.beta * state.kl_scale * (weighted * scale).sum()
         figures["kl"] = ((unit.detach() * micro.mask).sum(), micro.mask.sum())
-    for name, term in stack.regularise(micro, scale, rows.weights[:, micro.units], state).items():
+    for name, term in stack.regularise(micro, scale, weights, state).items():
         total = total + term
         figures[f"loss/{name}"] = (term.detach(), torch.tensor(0.0))  # the trainer counts optimizer steps
     return total, figures

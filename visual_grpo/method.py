@@ -11,7 +11,7 @@ the process group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from visual_grpo.types import MicroBatch, PromptBatch, RewardBatch, RolloutBatch
 if TYPE_CHECKING:
     from visual_grpo.adapters.protocol import SamplingConfig
     from visual_grpo.distributed import Ranks
+    from visual_grpo.loss import LossInputs
     from visual_grpo.policy import Policy
 
 EXCLUSIVE = ("rollout", "score", "advantages", "surrogate", "aggregate")
@@ -41,7 +42,10 @@ CHAINED = (
     "filter_groups",
     "adjust_advantages",
     "unit_weights",
+    "kl_scale",
+    "before_updates",
     "live_weights",
+    "regulariser_coefficients",
     "regularise",
     "after_step",
 )
@@ -84,8 +88,10 @@ class LoopState:
     """0-based iteration; draws of a hook are keyed by (config.train.seed, step, row), never by the process."""
     on_policy: bool = True
     """the present weights are those that sampled (the first update of an iteration, nothing reused)."""
-    figures: Metrics = field(default_factory=dict)
-    """(sum, count) by name: what hooks outside the surrogate add to this step's metrics, see `figure`."""
+    kl_scale: float = 1.0
+    """factor of `kl.beta` in this iteration (the hook of that name)."""
+    log: Callable[[Metrics], None] = field(default=lambda _: None)
+    """add (sum, count) figures to the step's metrics, named METHOD/FIGURE."""
     generate: Callable[[PromptBatch], RolloutBatch] = field(default=lambda _: _no_service("generate"))
     """sample further rows with the stack's own rollout hooks."""
     score: Callable[[RolloutBatch], RewardBatch] = field(default=lambda _: _no_service("score"))
@@ -98,10 +104,9 @@ class LoopState:
         return seeded_generator(self.config.train.seed, self.step, *key)
 
     def figure(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
-        """Log the mean of `values` (any shape) over `where`, this step and all processes; several calls add up."""
+        """Log the mean of `values` (any shape) over `where`; several calls of a step add up."""
         kept = values.detach().double() if where is None else values.detach().double()[where]
-        total, count = self.figures.get(name, (torch.tensor(0.0), torch.tensor(0.0)))
-        self.figures[name] = (total + kept.sum().cpu(), count + kept.numel())
+        self.log({name: (kept.sum(), torch.tensor(kept.numel()))})
 
 
 def _no_service(name: str) -> Any:
@@ -164,7 +169,7 @@ class Method(Generic[C]):
         return rewards(rollouts)
 
     def shape_rewards(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
-        """Chained. Penalties, noise, calibration; the clean scores stay in `rewards.clean`."""
+        """Chained. Penalties, noise, calibration; the clean scores stay in `rewards.clean`, which is there from the first on."""
         return rewards
 
     def after_score(
@@ -202,6 +207,14 @@ class Method(Generic[C]):
         """Chained. [N, T] factors of the unit losses, once a rollout batch; divisors keep counting plain units."""
         return weights
 
+    def kl_scale(self, scale: float, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> float:
+        """Chained. Factor of `kl.beta` for all updates of a rollout batch; the same number on every process."""
+        return scale
+
+    def before_updates(self, rows: LossInputs, rewards: RewardBatch, state: LoopState) -> LossInputs:
+        """Chained. Complete groups, all settled: what the loss needs may be put into `rows.rollouts.data`, one entry a row."""
+        return rows
+
     def live_weights(self, weights: Tensor, micro: MicroBatch, state: LoopState) -> Tensor:
         """Chained. [n, u] factors that need the present policy."""
         return weights
@@ -227,9 +240,15 @@ class Method(Generic[C]):
 
     def aggregate(self, mask: Tensor, totals: Totals, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """Exclusive. Coefficients [n, T] of a micro-batch's unit losses; their weighted sum over the step is the loss."""
-        return aggregation_coefficients(
-            mask, totals, mode=state.config.loss.aggregation, max_length=length_limit(state)
-        )
+        loss = state.config.loss
+        limit = loss.max_length or getattr(state.sampling, "max_new_tokens", None)
+        return aggregation_coefficients(mask, totals, mode=loss.aggregation, max_length=limit)
+
+    def regulariser_coefficients(
+        self, coefficients: Tensor, mask: Tensor, totals: Totals, rollouts: RolloutBatch, state: LoopState
+    ) -> Tensor:
+        """Chained. Coefficients [n, T] of the KL and the stack's terms; default: those of `aggregate`."""
+        return coefficients
 
     def regularise(
         self, micro: MicroBatch, coefficients: Tensor, weights: Tensor, state: LoopState
@@ -248,12 +267,6 @@ class Method(Generic[C]):
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-
-
-def length_limit(state: LoopState) -> int | None:
-    """The length that "fixed_length" divides by."""
-    limit: int | None = state.config.loss.max_length or getattr(state.sampling, "max_new_tokens", None)
-    return limit
 
 
 def rollout_seed(state: LoopState) -> int:
@@ -333,10 +346,9 @@ class MethodStack:
 
     def shaped(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
         """`shape_rewards` of the whole stack, with the clean scores kept."""
-        out: RewardBatch = self.chain("shape_rewards", rewards, rollouts, state)
-        if out is not rewards and out.clean is None:
-            out.clean = rewards
-        return out
+        start = replace(rewards, clean=rewards) if rewards.clean is None else rewards
+        out: RewardBatch = self.chain("shape_rewards", start, rollouts, state)
+        return rewards if out is start else replace(out, clean=start.clean)
 
     def adjusted(self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """The core's clamps, then `adjust_advantages` of the stack."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
-from visual_grpo.combination import on_all_processes, signal
+from visual_grpo.combination import judged, on_all_processes, signal
 from visual_grpo.distributed import Ranks
 from visual_grpo.loss import RATIO_BINS, LossInputs
 from visual_grpo.method import LoopState
@@ -94,15 +94,15 @@ def flat_rows(rewards: RewardBatch, group_ids: Tensor, state: LoopState, stats: 
 
     Sets the share of such groups, `flat_groups`, and with several rewards that of each by itself, `flat_groups/NAME`.
     """
-    everywhere, ids = on_all_processes(rewards, state.ranks), state.ranks.gather(group_ids)
+    everywhere, ids = on_all_processes(judged(rewards), state.ranks), state.ranks.gather(group_ids)
     if len(ids) == 0:
         return torch.zeros(0, dtype=torch.bool)
     _, dense = torch.unique(ids, return_inverse=True)
     flat = flat_groups(signal(everywhere, dense, state.config), dense)
     stats.set("flat_groups", float(flat.float().mean()))
-    if len(rewards.names) > 1:
+    if len(everywhere.names) > 1:
         ok = everywhere.status == RewardStatus.OK
-        for k, name in enumerate(rewards.names):
+        for k, name in enumerate(everywhere.names):
             alone = flat_groups(everywhere.values[:, k], dense, ok[:, k])
             stats.set(f"flat_groups/{name}", float(alone.float().mean()))
     return state.ranks.mine(flat[dense], len(rewards))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
 from visual_grpo.batching import micro_batches
-from visual_grpo.combination import on_all_processes, signal
+from visual_grpo.combination import judged, on_all_processes, signal
 from visual_grpo.errors import RunError
 from visual_grpo.loss import LossInputs, passes, step_totals
 from visual_grpo.method import LoopState, MethodStack
@@ -125,7 +125,7 @@ def _rewards_apply(rewards: RewardBatch, state: LoopState) -> Check:
 
 def _unequal_rewards(rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Check:
     ids = state.ranks.gather(rollouts.group_ids)
-    flat = flat_groups(signal(on_all_processes(rewards, state.ranks), ids, state.config), ids)
+    flat = flat_groups(signal(on_all_processes(judged(rewards), state.ranks), ids, state.config), ids)
     live = int((~flat).sum())
     status, hint = (
         ("ok", "")
@@ -145,10 +145,20 @@ def _probe_inputs(probe: RolloutBatch) -> LossInputs:
     return LossInputs(rollouts=probe, advantages=signs, weights=torch.ones_like(probe.unit_mask, dtype=torch.float32))
 
 
+def _probe_rewards(count: int) -> RewardBatch:
+    """Every row was scored."""
+    return RewardBatch(
+        names=("probe",),
+        values=torch.zeros(count, 1),
+        status=torch.zeros(count, 1, dtype=torch.int8),
+        weights=torch.ones(1),
+    )
+
+
 def _gradient(stack: MethodStack, probe: RolloutBatch, state: LoopState) -> Check:
     name = "finite gradient of every trainable parameter"
-    inputs = _probe_inputs(probe)
-    fixed = replace(state, on_policy=True, figures={})
+    fixed = replace(state, on_policy=True, log=lambda _: None)
+    inputs = stack.chain("before_updates", _probe_inputs(probe), _probe_rewards(len(probe)), fixed)
     with torch.random.fork_rng():
         for loss, _ in passes(stack, inputs, step_totals(inputs, 1), fixed):
             if not torch.isfinite(loss):

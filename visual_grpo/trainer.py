@@ -143,7 +143,9 @@ class Trainer:
     def iteration(self) -> None:
         """One rollout batch and its updates."""
         started = time.perf_counter()
-        self.state.step, self.state.on_policy, self.state.figures, self._drawn = self.step, True, {}, 0
+        self.state.step, self.state.on_policy, self._drawn = self.step, True, 0
+        stats = Stats()
+        self.state.log, self.state.kl_scale = stats.update, 1.0
         self.checkpointer.mark()
         with self.watchdog.phase("rollout"):
             rollouts, rewards = self.collect(self._draw())
@@ -154,7 +156,6 @@ class Trainer:
         if not self.tested:
             with self.watchdog.phase("self-test"):
                 self._self_test(rollouts if len(rollouts) else scored[0], *scored)
-        stats = Stats()
         stats.update(reward_figures(rewards, rollouts))
         rows, advantages = self.prepare(rollouts, rewards, stats)
         with self.watchdog.phase("train"):
@@ -162,7 +163,6 @@ class Trainer:
             if OLD in self.stack.needs.weight_sets:
                 self.policy.snapshot(OLD)
             self.update(rows, stats)
-        stats.update(self.state.figures)
         self.progress.step += 1
         metrics = stats.reduce(self.ranks) | {"lr": self.optimizer.lr}
         for method in self.stack.methods.values():
@@ -185,9 +185,9 @@ class Trainer:
         weights = self.stack.chain("select_prompts", torch.ones(len(self.source.rows), dtype=torch.float64), self.state)
         chosen = self.source.draw(train.prompts_per_step, weights)
         mine = self.ranks.share(len(chosen), "train.prompts_per_step")
-        batch = prompt_batch(
-            [self.source.rows[chosen[i]] for i in mine], train.group_size, first_group=self._drawn + mine.start
-        )
+        index = [chosen[i] for i in mine]
+        rows = [self.source.rows[i] for i in index]
+        batch = prompt_batch(rows, train.group_size, first_group=self._drawn + mine.start, index=index)
         self._drawn += len(chosen)
         return batch
 
@@ -239,8 +239,11 @@ class Trainer:
         rows = fixed_weights(
             LossInputs(rollouts=rollouts, advantages=advantages, weights=weights), self.stack, self.state
         )
+        self.state.kl_scale = self.stack.chain("kl_scale", 1.0, rewards, rollouts, self.state)
         if self.config.advantage.drop_flat:
-            rows = rows.select(torch.nonzero(~flat).flatten())
+            live = torch.nonzero(~flat).flatten()
+            rows, rewards = rows.select(live), rewards.select(live)
+        rows = self.stack.chain("before_updates", rows, rewards, self.state)
         stats.update(group_figures(rows, advantages, self.ranks.world))
         return rows, advantages
 

@@ -227,6 +227,8 @@ class RewardBatch:
     """the scores before `shape_rewards`; None where nothing was shaped."""
     combine: Callable[[RewardBatch], Tensor] | None = None
     """makes one number a row [N] of `values`, in place of the weighted sum (`combine.how`)."""
+    noisy: bool = False
+    """the values hold noise: whether a group is flat is then told by `clean`."""
 
     def __len__(self) -> int:
         return int(self.values.shape[0])
@@ -272,6 +274,7 @@ class RewardBatch:
             weights=first.weights,
             details=details,
             combine=first.combine,
+            noisy=any(p.noisy for p in parts),
             clean=None
             if any(p.clean is None for p in parts)
             else RewardBatch.concat([p.clean for p in parts if p.clean is not None]),

@@ -18,11 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from visual_grpo.aggregation import Totals, safe_divisor
+from visual_grpo.aggregation import Totals, aggregation_coefficients, safe_divisor
 from visual_grpo.config import (
     DataConfig,
     EvalConfig,
-    KlConfig,
     ModelConfig,
     OptimizerConfig,
     RewardConfig,
@@ -68,7 +67,7 @@ class DeGrpo(Method[DeGrpoConfig]):
     needs: ClassVar[Needs] = Needs(unit_kinds=frozenset({"token"}))
     defaults: ClassVar[Mapping[str, Any]] = {
         "advantage": {"std": "none"},
-        "kl": {"beta": 0.001, "estimator": "k3", "aggregation": "token_mean"},
+        "kl": {"beta": 0.001, "estimator": "k3"},
     }
 
     def after_rollout(self, rollouts: RolloutBatch, state: LoopState) -> RolloutBatch:
@@ -87,8 +86,10 @@ class DeGrpo(Method[DeGrpoConfig]):
             return rewards
         assert rollouts.texts is not None
         modes = answer_modes(rollouts.texts, table.short_start, table.think_start)
-        usable, right = rewards.usable, rewards.total() >= table.right_from
-        values = mode_values(modes, right, table).to(rewards.values)
+        clean = rewards if rewards.clean is None else rewards.clean
+        usable, right = rewards.usable, clean.total() >= table.right_from
+        # What other methods have added so far stays.
+        values = mode_values(modes, right, table) + torch.nan_to_num(rewards.total() - clean.total())
         for name, mode in (("short", SHORT), ("think", THINK)):
             state.figure(f"degrpo/{name}", (modes == mode).double())
             state.figure(f"degrpo/{name}_right", right.double(), (modes == mode) & usable)
@@ -96,7 +97,7 @@ class DeGrpo(Method[DeGrpoConfig]):
         failed = (rewards.status == RewardStatus.FAILED).any(1)
         return RewardBatch(
             names=("mode",),
-            values=torch.where(usable, values, torch.nan)[:, None],
+            values=torch.where(usable, values, torch.nan).to(rewards.values)[:, None],
             status=torch.where(failed, int(RewardStatus.FAILED), status).to(rewards.status)[:, None],
             weights=torch.ones(1),
         )
@@ -112,6 +113,12 @@ class DeGrpo(Method[DeGrpoConfig]):
                 )
             control = rollouts.unit_tags["span"].to(mask.device) == Span.CONTROL
         return control_coefficients(mask, control, totals, self.config)
+
+    def regulariser_coefficients(
+        self, coefficients: Tensor, mask: Tensor, totals: Totals, rollouts: RolloutBatch, state: LoopState
+    ) -> Tensor:
+        """The KL is a token mean over all answers."""
+        return aggregation_coefficients(mask, totals, mode="token_mean")
 
 
 def control_coefficients(mask: Tensor, control: Tensor, totals: Totals, config: DeGrpoConfig) -> Tensor:
@@ -168,7 +175,7 @@ def degrpo_text_tiny() -> RunConfig:
     """DeGRPO on the tiny LM's arithmetic: answers that start with #### are brief, all others work it out."""
     return arithmetic(
         "degrpo_text_tiny",
-        {"degrpo": {"control_weight": 0.1, "mode_rewards": {"short_start": "####", "think_start": ""}}},
+        [{"degrpo": {"control_weight": 0.1, "mode_rewards": {"short_start": "####", "think_start": ""}}}],
         "DeGRPO on the tiny LM's arithmetic: when to answer at once and when to work it out",
     )
 
@@ -185,7 +192,6 @@ def degrpo_thinkless_1_5b() -> RunConfig:
         data=DataConfig(source="data/deepscaler.jsonl", answer_column="answer"),
         rewards={"math_verify": RewardConfig()},
         sampling={"max_new_tokens": 24576, "temperature": 0.6},
-        kl=KlConfig(beta=0.001, estimator="k3", aggregation="token_mean"),
         train=TrainConfig(
             steps=300,
             prompts_per_step=128,

@@ -200,7 +200,7 @@ def grail_text_tiny() -> RunConfig:
     """GRAIL on the tiny LM's arithmetic, whose answers follow ####."""
     return arithmetic(
         "grail_text_tiny",
-        {"grail": {"span": "hashes"}},
+        [{"grail": {"span": "hashes"}}],
         "GRAIL on the tiny LM's arithmetic: tokens that the answer depends on weigh more",
     )
 

@@ -27,8 +27,8 @@ class Grpo(Method[MethodConfig]):
     Config: ClassVar[type[MethodConfig]] = MethodConfig
 
 
-def arithmetic(name: str, method: str | dict[str, dict[str, Any]], summary: str, **sections: object) -> RunConfig:
-    """The tiny LM on its arithmetic: minutes on two cores. Shared by the text methods' tiny recipes."""
+def arithmetic(name: str, method: str | list[Any], summary: str, **sections: object) -> RunConfig:
+    """The tiny LM on its arithmetic: minutes on two cores. Shared by the text methods' tiny recipes; `method` may be a stack."""
     settings: dict[str, object] = {
         "model": ModelConfig(adapter="text_lm", path="testbed/lm_tiny"),
         "data": DataConfig(source="testbed/arithmetic", balance="tag"),
@@ -39,7 +39,8 @@ def arithmetic(name: str, method: str | dict[str, dict[str, Any]], summary: str,
         ),
         "eval": EvalConfig(every=20, samples=240, final_samples=480, batch=480),
     }
-    return RunConfig(name=name, summary=summary, method=[method], **{**settings, **sections})  # type: ignore[arg-type]
+    stack = method if isinstance(method, list) else [method]
+    return RunConfig(name=name, summary=summary, method=stack, **{**settings, **sections})  # type: ignore[arg-type]
 
 
 def grpo_text_tiny() -> RunConfig:

@@ -72,7 +72,8 @@ class Lens(Method[LensConfig]):
         """Add the penalty of wrong answers as a part of its own, `confidence`."""
         if rollouts.old_log_prob is None:
             raise RunError("lens needs the log-probs of the policy that sampled, and these rollouts have none")
-        right = rewards.total().double()
+        clean = rewards if rewards.clean is None else rewards.clean
+        right = clean.total().double()
         check_binary(right)
         kept = rollouts.unit_mask.cpu()
         sums = torch.where(kept, rollouts.old_log_prob.double().cpu(), 0.0).sum(1)
@@ -115,8 +116,7 @@ def check_binary(scores: Tensor) -> None:
     other = scores[~scores.isnan() & (scores != 0) & (scores != 1)]
     if len(other):
         raise RunError(
-            f"lens needs rewards of 0 or 1, but one is {float(other[0]):g}: use one such reward with weight 1, and put lens "
-            "before other methods that shape rewards"
+            f"lens needs rewards of 0 or 1, but one is {float(other[0]):g}: use one such reward with weight 1"
         )
 
 

@@ -152,8 +152,8 @@ class MicroCoderGrpo(Method[MicroCoderGrpoConfig]):
         """Advantage 0 for a random share of the eligible rows; the others keep theirs."""
         tokens = answer_tokens(rollouts)
         self._diversity = self._mean_diversity(rollouts, state)
-        state.figure("diversity", torch.tensor(self._diversity))
-        state.figure("temperature", torch.tensor(self.temperature or getattr(state.sampling, "temperature", 1.0)))
+        state.figure("microcoder_grpo/diversity", torch.tensor(self._diversity))
+        state.figure("microcoder_grpo/temperature", torch.tensor(self.temperature or getattr(state.sampling, "temperature", 1.0)))
         if rollouts.truncated is None:
             return advantages
         truncated, verdict = rollouts.truncated.cpu(), self._verdicts(rewards, rollouts.truncated.cpu())
@@ -161,7 +161,7 @@ class MicroCoderGrpo(Method[MicroCoderGrpoConfig]):
         rows = rollouts.prompts.row_ids.tolist()
         draws = torch.tensor([float(torch.rand((), generator=state.generator(MASK_DRAW, row))) for row in rows])
         masked = truncation_mask(truncated, verdict, looping, draws, self.config.mask_share)
-        state.figure("masked", masked.double())
+        state.figure("microcoder_grpo/masked", masked.double())
         return torch.where(expand_units(masked.to(advantages.device), advantages, "masked"), 0.0, advantages)
 
     def _verdicts(self, rewards: RewardBatch, truncated: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def microcoder_grpo_text_tiny() -> RunConfig:
     """MicroCoder-GRPO on the tiny LM's arithmetic, with a limit that cuts many workings off."""
     return arithmetic(
         "microcoder_grpo_text_tiny",
-        {"microcoder_grpo": {"repeat_window": 4, "complete_detail": "exact_match/answered"}},
+        [{"microcoder_grpo": {"repeat_window": 4, "complete_detail": "exact_match/answered"}}],
         "MicroCoder-GRPO on the tiny LM's arithmetic, short of room: a share of the cut answers is masked",
         rewards={"exact_match": RewardConfig(params={"extraction": "hashes"})},
         sampling={"max_new_tokens": 24, "temperature": 1.0},

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from visual_grpo.aggregation import Totals, safe_divisor
+from visual_grpo.aggregation import Totals, aggregation_coefficients, safe_divisor
 from visual_grpo.config import (
     DataConfig,
     EvalConfig,
@@ -51,7 +51,7 @@ class Real(Method[RealConfig]):
 
     Config: ClassVar[type[MethodConfig]] = RealConfig
     needs: ClassVar[Needs] = Needs(unit_kinds=frozenset({"token"}), whole_groups=True, couples_units=True)
-    defaults: ClassVar[Mapping[str, Any]] = {"kl": {"beta": 0.0, "aggregation": "token_mean"}}
+    defaults: ClassVar[Mapping[str, Any]] = {"kl": {"beta": 0.0}}
 
     def __init__(self, config: RealConfig) -> None:
         super().__init__(config)
@@ -108,6 +108,12 @@ class Real(Method[RealConfig]):
         """One over the prompts of the step, or for `bce` over its labelled rows, shared by a row's units."""
         divisor = totals.live_rows if self.config.form == "bce" else totals.groups
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / safe_divisor(divisor)
+
+    def regulariser_coefficients(
+        self, coefficients: Tensor, mask: Tensor, totals: Totals, rollouts: RolloutBatch, state: LoopState
+    ) -> Tensor:
+        """The KL is a token mean over all answers."""
+        return aggregation_coefficients(mask, totals, mode="token_mean")
 
 
 def class_labels(scores: Tensor, group_ids: Tensor, answered: Tensor) -> Tensor:

@@ -80,33 +80,6 @@ def test_split_does_not_matter(tmp_path: Path, aggregation: str, level: str) -> 
         assert found[1] == pytest.approx(reference[1], abs=1e-10)
 
 
-METHODS: dict[str, Any] = {
-    "real": {"method": ["real"], "kl": {"beta": 0.1}},
-    "real, bce": {"method": [{"real": {"form": "bce"}}]},
-    "lens": {"method": ["lens"]},
-    "s_grpo": {"method": ["s_grpo"]},
-    "degrpo": {"method": [{"degrpo": {"control_weight": 0.3}}], "kl": {"beta": 0.1}},
-    "microcoder_grpo": {"method": [{"microcoder_grpo": {"mask_share": 0.5, "repeat_window": 1}}]},
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_split_does_not_matter_to_methods(tmp_path: Path, method: str) -> None:
-    """Micro-batches and unit chunks of each method, rewards 0 and 1, off-policy (float64, 1e-10)."""
-    reference = None
-    for micro_batch, units in [(16, None), (8, None), (3, None), (1, None), (16, 1), (5, 2)]:
-        folder = tmp_path / f"{micro_batch}-{units}"
-        folder.mkdir()
-        train = {"prompts_per_step": 3, "group_size": 4, "micro_batch": micro_batch, "units_per_pass": units}
-        trainer = toy_trainer(folder, **FLOAT64, train=train, **METHODS[method])
-        found = gradient(trainer, off_policy=True, binary=True)
-        trainer.writer.close()
-        reference = reference or found
-        assert float(reference[0].abs().max()) > 1e-4
-        torch.testing.assert_close(found[0], reference[0], rtol=0, atol=1e-10)
-        assert found[1] == pytest.approx(reference[1], abs=1e-10)
-
-
 def test_micro_batch_token_mean_depends_on_the_split(tmp_path: Path) -> None:
     """TRL's bnpo divides by the tokens of the micro-batch: the one aggregation that must differ."""
     losses = []
@@ -138,6 +111,33 @@ def test_geometry_does_not_change_the_gradient(
         found.append(gradient(trainer, off_policy=False)[0])
         trainer.writer.close()
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+
+
+BINARY_METHODS: dict[str, Any] = {
+    "real": {"method": ["real"], "kl": {"beta": 0.1}},
+    "real, bce": {"method": [{"real": {"form": "bce"}}]},
+    "lens": {"method": ["lens"]},
+    "s_grpo": {"method": ["s_grpo"]},
+    "degrpo": {"method": [{"degrpo": {"control_weight": 0.3}}], "kl": {"beta": 0.1}},
+    "microcoder_grpo": {"method": [{"microcoder_grpo": {"mask_share": 0.5, "repeat_window": 1}}]},
+}
+
+
+@pytest.mark.parametrize("method", BINARY_METHODS)
+def test_split_does_not_matter_to_methods_of_labels(tmp_path: Path, method: str) -> None:
+    """Micro-batches and unit chunks of each method, rewards 0 and 1, off-policy (float64, 1e-10)."""
+    reference = None
+    for micro_batch, units in [(16, None), (8, None), (3, None), (1, None), (16, 1), (5, 2)]:
+        folder = tmp_path / f"{micro_batch}-{units}"
+        folder.mkdir()
+        train = {"prompts_per_step": 3, "group_size": 4, "micro_batch": micro_batch, "units_per_pass": units}
+        trainer = toy_trainer(folder, **FLOAT64, train=train, **BINARY_METHODS[method])
+        found = gradient(trainer, off_policy=True, binary=True)
+        trainer.writer.close()
+        reference = reference or found
+        assert float(reference[0].abs().max()) > 1e-4
+        torch.testing.assert_close(found[0], reference[0], rtol=0, atol=1e-10)
+        assert found[1] == pytest.approx(reference[1], abs=1e-10)
 
 
 def test_reward_rises(tmp_path: Path) -> None:
