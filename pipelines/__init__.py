@@ -43,7 +43,10 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "MicroCoder-GRPO (2603.07777): masks a share of cut answers, temperature by diversity",
     ),
     "grail": ("visual_grpo.pipelines.text.grail:Grail", "GRAIL (2606.04889): tokens weighted by the answer's gradient"),
-    "degrpo": ("visual_grpo.pipelines.text.degrpo:DeGrpo", "DeGRPO (2505.13379): the token that chooses the mode apart"),
+    "degrpo": (
+        "visual_grpo.pipelines.text.degrpo:DeGrpo",
+        "DeGRPO (2505.13379): the token that chooses the mode apart",
+    ),
     "flow_grpo": (
         "visual_grpo.pipelines.flow.flow_grpo:FlowGrpo",
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",

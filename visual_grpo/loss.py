@@ -62,7 +62,12 @@ def step_totals(rows: LossInputs, micro_batches: int, ranks: Ranks | None = None
         counts = torch.cat([counts, torch.bincount(spans[mask], minlength=len(Span)).double().cpu()])
     found = (counts if ranks is None else ranks.sum(counts)).tolist()
     return Totals(
-        rows=found[0], units=found[1], micro_batches=found[2], groups=found[3], live_rows=found[4], spans=tuple(found[5:])
+        rows=found[0],
+        units=found[1],
+        micro_batches=found[2],
+        groups=found[3],
+        live_rows=found[4],
+        spans=tuple(found[5:]),
     )
 
 

@@ -1,11 +1,11 @@
 """DeGRPO: "Thinkless: LLM Learns When to Think", arXiv 2505.13379.
 
-What differs from GRPO: the first token of an answer chooses the mode, brief or with long reasoning. Its loss is taken out of the
-average over tokens and gets a weight of its own, so that the choice is learned alike for short and long answers. The reward pays a
-right brief answer more than a right long one; advantages are centred only.
+What differs from GRPO: the first token of an answer chooses the mode, brief or with long reasoning. Its loss is taken out of
+the average over tokens and gets a weight of its own, so that the choice is learned alike for short and long answers. The
+reward pays a right brief answer more than a right long one; advantages are centred only.
 
-Departures: divisors are those of the whole optimizer step (`divisors=micro_batch` is the code's form); a mean over no token is 0; no
-entropy bonus; a group of one gets advantage 0. The warm-up by supervised fine-tuning is a stage before this one.
+Departures: divisors are those of the whole optimizer step (`divisors=micro_batch` is the code's form); a mean over no token
+is 0; no entropy bonus; a group of one gets advantage 0. The warm-up by supervised fine-tuning is a stage before this one.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ class DeGrpoConfig(MethodConfig):
     """Options of DeGRPO."""
 
     control_weight: float = Field(0.001, ge=0, description="of the control tokens' mean loss")
-    control_tokens: int = Field(1, ge=0, description="units at the start of an answer that choose its mode; 0 = plain GRPO")
+    control_tokens: int = Field(
+        1, ge=0, description="units at the start of an answer that choose its mode; 0 = plain GRPO"
+    )
     response: Literal["token_mean", "row_mean"] = Field(
         "token_mean", description="average of the other tokens: over the step (code), or within each row first (paper)"
     )
-    divisors: Literal["step", "micro_batch"] = Field("step", description="micro_batch: token means of each pass, averaged")
+    divisors: Literal["step", "micro_batch"] = Field(
+        "step", description="micro_batch: token means of each pass, averaged"
+    )
     mode_rewards: ModeRewards | None = Field(None, description="null = the rewards are mode-aware already")
 
 
@@ -108,8 +112,8 @@ class DeGrpo(Method[DeGrpoConfig]):
         if self.config.control_tokens > 0:
             if "span" not in rollouts.unit_tags or not totals.spans[Span.CONTROL]:
                 raise RunError(
-                    "degrpo finds no control token: no unit of the step has the tag span = control (types.Span.CONTROL); rows that "
-                    "another method adds need it too"
+                    "degrpo finds no control token: no unit of the step has the tag span = control (types.Span.CONTROL); rows "
+                    "that another method adds need it too"
                 )
             control = rollouts.unit_tags["span"].to(mask.device) == Span.CONTROL
         return control_coefficients(mask, control, totals, self.config)
@@ -145,7 +149,9 @@ def control_coefficients(mask: Tensor, control: Tensor, totals: Totals, config: 
         of_response = torch.as_tensor(safe_divisor(totals.units - controls)).to(mask)
         of_rows = safe_divisor(totals.rows)
     if config.response == "row_mean":
-        return config.control_weight * choice / of_rows + response / response.sum(1, keepdim=True).clamp(min=1) / of_rows
+        return (
+            config.control_weight * choice / of_rows + response / response.sum(1, keepdim=True).clamp(min=1) / of_rows
+        )
     return config.control_weight * choice / of_choice + response / of_response
 
 

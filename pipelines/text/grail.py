@@ -1,14 +1,14 @@
 r"""GRAIL: "Gradient-Reweighted Advantages for Reinforcement Learning with Verifiable Rewards", arXiv 2606.04889.
 
-What differs from GRPO: each token's loss is weighted by how much the marked final answer depends on it. The negative log-likelihood
-of that answer is differentiated by the input embeddings in one more forward and backward pass; gradient times embedding, on a
-normalised log scale, is the weight. Advantages are centred only, divisor and clip range are Dr. GRPO's and DAPO's, truncated answers
-are masked out.
+What differs from GRPO: each token's loss is weighted by how much the marked final answer depends on it. The negative
+log-likelihood of that answer is differentiated by the input embeddings in one more forward and backward pass; gradient times
+embedding, on a normalised log scale, is the weight. Advantages are centred only, divisor and clip range are Dr. GRPO's and
+DAPO's, truncated answers are masked out.
 
-As in the reference, a token's score is that of the position that predicts it, and the answer itself gets its fixed weights also in
-rows that fall back to 1; `align` and `override_on_fallback` turn both off. Departures: spans are found by decoding prefixes; no
-extra pass where every advantage is 0; a row with a gradient that is not finite falls back. `span=hashes` is for models that end in
-`#### answer`.
+As in the reference, a token's score is that of the position that predicts it, and the answer itself gets its fixed weights
+also in rows that fall back to 1; `align` and `override_on_fallback` turn both off. Departures: spans are found by decoding
+prefixes; no extra pass where every advantage is 0; a row with a gradient that is not finite falls back. `span=hashes` is for
+models that end in `#### answer`.
 """
 
 from __future__ import annotations
@@ -86,13 +86,17 @@ class Grail(Method[GrailConfig]):
         """Multiply by the saliency weights under the present policy."""
         if not bool((micro.advantages != 0).any()):
             return weights
-        parts = torch.stack([part.to(micro.mask.device) for part in answer_parts(micro.rollouts, state, self.config.span)])
+        parts = torch.stack(
+            [part.to(micro.mask.device) for part in answer_parts(micro.rollouts, state, self.config.span)]
+        )
         chosen = (parts == MARKER) | (parts == CONTENT)
         scores = state.policy.input_scores(micro.rollouts, chosen, leaf=self.config.leaf)
         scores = scores[:, :-1] if self.config.align == "predictor" else scores[:, 1:]
         mask = micro.rollouts.unit_mask.to(parts.device)
         advantages = micro.advantages.expand_as(micro.mask)
-        found = saliency_weights(scores[:, micro.units], parts[:, micro.units], mask[:, micro.units], advantages, self.config)
+        found = saliency_weights(
+            scores[:, micro.units], parts[:, micro.units], mask[:, micro.units], advantages, self.config
+        )
         trained = micro.mask != 0
         state.figure("grail/weight", found.weights, trained)
         state.figure("grail/answer_weight", found.weights, trained & chosen[:, micro.units])
@@ -114,7 +118,8 @@ def saliency_weights(scores: Tensor, parts: Tensor, mask: Tensor, advantages: Te
     """Weights of units from the scores of their inputs.
 
     `u = log(score + 1e-8)` is standardised over the row's units (population variance, 1e-8 under the root), then
-    `w = clip(mean + std z, min, max)`; rows without a span, of the other sign than `mode`, or with a score that is not finite get 1.
+    `w = clip(mean + std z, min, max)`; rows without a span, of the other sign than `mode`, or with a
+    score that is not finite get 1.
 
     Args:
         scores: [n, T], at least 0.

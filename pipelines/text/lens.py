@@ -1,9 +1,9 @@
 """LENS: "Don't Waste Mistakes: Leveraging Negative RL-Groups via Confidence Reweighting", arXiv 2510.08696.
 
-What differs from GRPO: a wrong answer is penalised the more, the more confident the policy was in it. Groups without a right answer
-then carry a signal too, away from the confident mistakes; their advantages are centred only and scaled down.
-Departures and our readings: the bound on the difficulty uses length-normalised probabilities, as raw ones would vanish; Bessel std
-and eps 1e-4; both kinds of groups share one divisor, the rows of the step; confidences are those of the sampler.
+What differs from GRPO: a wrong answer is penalised the more, the more confident the policy was in it. Groups without a right
+answer then carry a signal too, away from the confident mistakes; their advantages are centred only and scaled down.
+Departures and our readings: the bound on the difficulty uses length-normalised probabilities, as raw ones would vanish;
+Bessel std and eps 1e-4; both kinds of groups share one divisor, the rows of the step; confidences are those of the sampler.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Lens(Method[LensConfig]):
         for name, params in named_methods(run.method):
             if name == "dapo" and params.get("dynamic_sampling", True):
                 raise UserError(
-                    "methods 'lens' and 'dapo' do not fit: dapo's dynamic sampling drops the groups without a right answer, which "
-                    "lens learns from; set method.dapo.dynamic_sampling=false or remove one"
+                    "methods 'lens' and 'dapo' do not fit: dapo's dynamic sampling drops the groups without a right answer, "
+                    "which lens learns from; set method.dapo.dynamic_sampling=false or remove one"
                 )
         if run.combine.how not in ("sum", "gate"):
             raise UserError(

@@ -1,10 +1,11 @@
-"""MicroCoder-GRPO: "Breaking Training Bottlenecks: Effective and Stable Reinforcement Learning for Coding Models", arXiv 2603.07777.
+"""MicroCoder-GRPO: "Breaking Training Bottlenecks: Effective and Stable Reinforcement Learning for Coding Models", arXiv
+2603.07777.
 
-What differs from GRPO: a small random share of the answers that were cut off, were not judged wrong and do not loop gets advantage 0,
-so that answers can grow longer; the training temperature is chosen by the diversity of answers, in rare steps of one candidate; a
-higher upper clip bound, token mean, no KL. Departures and our readings, as the paper gives no code: token-level ratio and clip
-0.2 / 0.28 as in DAPO; Bessel std, eps 1e-6; diversity is one minus the overlap of token 4-grams; the pilot takes the prompts of the
-first step.
+What differs from GRPO: a small random share of the answers that were cut off, were not judged wrong and do not loop gets
+advantage 0, so that answers can grow longer; the training temperature is chosen by the diversity of answers, in rare steps of
+one candidate; a higher upper clip bound, token mean, no KL. Departures and our readings, as the paper gives no code:
+token-level ratio and clip 0.2 / 0.28 as in DAPO; Bessel std, eps 1e-6; diversity is one minus the overlap of token 4-grams;
+the pilot takes the prompts of the first step.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ class MicroCoderGrpo(Method[MicroCoderGrpoConfig]):
         tokens = answer_tokens(rollouts)
         self._diversity = self._mean_diversity(rollouts, state)
         state.figure("microcoder_grpo/diversity", torch.tensor(self._diversity))
-        state.figure("microcoder_grpo/temperature", torch.tensor(self.temperature or getattr(state.sampling, "temperature", 1.0)))
+        state.figure(
+            "microcoder_grpo/temperature", torch.tensor(self.temperature or getattr(state.sampling, "temperature", 1.0))
+        )
         if rollouts.truncated is None:
             return advantages
         truncated, verdict = rollouts.truncated.cpu(), self._verdicts(rewards, rollouts.truncated.cpu())
@@ -195,7 +198,7 @@ def verdicts(scores: Tensor, truncated: Tensor, judged: Tensor, correct_from: fl
 
 
 def truncation_mask(truncated: Tensor, verdict: Tensor, looping: Tensor, draws: Tensor, share: float) -> Tensor:
-    """[N] bool, rows whose advantage becomes 0: cut off, not wrong, not looping, and drawn ([N] uniform numbers) below `share`."""
+    """[N] bool, rows whose advantage becomes 0: cut off, not wrong, not looping, and their draw ([N]) below `share`."""
     return truncated & (verdict != WRONG) & ~looping & (draws < share)
 
 
@@ -254,7 +257,7 @@ def microcoder_grpo_text_tiny() -> RunConfig:
 
 
 def microcoder_grpo_qwen3_4b() -> RunConfig:
-    """MicroCoder-GRPO on Qwen3-4B-Instruct-2507: 64 problems, temperature 1.2, 4,096 tokens; 8 answers, lr 1e-6, two updates ours."""
+    """MicroCoder-GRPO on Qwen3-4B-Instruct-2507: 64 problems, temperature 1.2, 4,096 tokens; 8 answers, lr, updates are ours."""
     return RunConfig(
         name="microcoder_grpo_qwen3_4b",
         summary="MicroCoder-GRPO on Qwen3-4B-Instruct-2507, the paper's settings",

@@ -1,11 +1,13 @@
 """REAL: "Rewards as Labels: Revisiting RLVR from a Classification Perspective", arXiv 2602.05630.
 
-What differs from GRPO: there is no advantage, ratio clip or KL. Right answers of a prompt are one class, wrong ones the other; the
-logit is a row's mean log-ratio to the policy that sampled, and a log-sum-exp loss with an anchor at 0 pulls right answers above it
-and wrong ones below, so that every row's gradient is bounded by 1 / temperature. `form` has the reference's variants.
+What differs from GRPO: there is no advantage, ratio clip or KL. Right answers of a prompt are one class, wrong ones the
+other; the logit is a row's mean log-ratio to the policy that sampled, and a log-sum-exp loss with an anchor at 0 pulls right
+answers above it and wrong ones below, so that every row's gradient is bounded by 1 / temperature. `form` has the reference's
+variants.
 
-The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, `ratio.*` and `loss.*` are not read. Departures:
-an answer without tokens has no label; a KL that is asked for (`kl.beta`) is a token mean of its own, as in ms-swift.
+The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, `ratio.*` and `loss.*` are not read.
+Departures: an answer without tokens has no label; a KL that is asked for (`kl.beta`) is a token mean of its own, as in
+ms-swift.
 """
 
 from __future__ import annotations

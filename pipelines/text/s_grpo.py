@@ -1,10 +1,10 @@
 """S-GRPO (Stable GRPO): "Mitigating Think-Answer Mismatch in LLM Reasoning Through Noise-Aware Advantage Reweighting", arXiv
 2508.05928.
 
-What differs from GRPO: the labels are taken to be flipped with a known probability, and each group's advantage is multiplied by
-the least-squares factor under that noise: balanced groups keep most of their signal, lopsided ones lose it. Std-normalised
-advantages with Dr. GRPO's constant divisor, as in the code. Departures: a flat group gets exactly 0; truncated answers are scored
-as they stand (the scripts give them 0).
+What differs from GRPO: the labels are taken to be flipped with a known probability, and each group's advantage is multiplied
+by the least-squares factor under that noise: balanced groups keep most of their signal, lopsided ones lose it. Std-normalised
+advantages with Dr. GRPO's constant divisor, as in the code. Departures: a flat group gets exactly 0; truncated answers are
+scored as they stand (the scripts give them 0).
 """
 
 from __future__ import annotations

@@ -70,7 +70,17 @@ def test_the_standard_scores_behind_the_weights() -> None:
     wide = {"weight_std": 1.0, "weight_mean": 10.0, "weight_min": 0.0, "weight_max": 100.0}
     tail = torch.where(PARTS == AFTER, OUTSIDE, PARTS)
     found = weights(parts=torch.where(tail == CONTENT, MARKER, tail), **wide) - 10
-    z = [-1.083858, 0.734285, -1.992929, -0.174787, 1.228783, 0.0, 0.0, 0.0, -0.566303]  # the answer's own are overridden
+    z = [
+        -1.083858,
+        0.734285,
+        -1.992929,
+        -0.174787,
+        1.228783,
+        0.0,
+        0.0,
+        0.0,
+        -0.566303,
+    ]  # the answer's own are overridden
     close(found[:, :9], z)
     causal = weights(CAUSAL, parts=torch.where(tail == CONTENT, MARKER, tail), **wide) - 10
     close(causal[:, :9], [-0.037384, 0.549613, -0.330882, 0.256114, 0.709264, 0, 0, 0, -2.683197])

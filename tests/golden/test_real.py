@@ -11,7 +11,14 @@ from visual_grpo.errors import RunError
 from visual_grpo.pipelines.text.real import Form, Real, RealConfig, class_labels, row_losses
 from visual_grpo.types import LogProb, MicroBatch, PromptBatch, RolloutBatch
 
-CHANGES = [[0.2, 0.4, 0, 0], [-0.3, 0.1, -0.1, 0], [0.05, 0.05, 0.2, 0], [0.3, 0.1, 0, 0], [0.7, 0, 0, 0], [-0.2, 0.1, 0, 0]]
+CHANGES = [
+    [0.2, 0.4, 0, 0],
+    [-0.3, 0.1, -0.1, 0],
+    [0.05, 0.05, 0.2, 0],
+    [0.3, 0.1, 0, 0],
+    [0.7, 0, 0, 0],
+    [-0.2, 0.1, 0, 0],
+]
 LENGTHS = torch.tensor([2, 3, 3, 2, 1, 2])
 IDS = torch.tensor([0, 0, 0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 0, 1, 0, 0, 0])
@@ -73,7 +80,9 @@ def test_variants(form: Form, expected: float) -> None:
 def test_one_right_and_one_wrong_answer() -> None:
     logits = torch.tensor([0.3, -0.2], dtype=torch.float64)
     found = row_losses(logits, torch.tensor([1.0, -1]), torch.tensor([0, 0]), temperature=0.5, form="anchored").sum()
-    assert float(found) == pytest.approx(float((1 + (-logits[0] / 0.5).exp()).log() + (1 + (logits[1] / 0.5).exp()).log()))
+    assert float(found) == pytest.approx(
+        float((1 + (-logits[0] / 0.5).exp()).log() + (1 + (logits[1] / 0.5).exp()).log())
+    )
 
 
 def test_a_loss_of_two_passes_has_the_same_gradient() -> None:
@@ -126,5 +135,7 @@ def test_groups_of_any_size() -> None:
 
 
 def test_graded_rewards_are_refused() -> None:
-    with pytest.raises(RunError, match=r"real needs rewards of 0 and 1 as labels; this step's are graded, from 0\.2 to 0\.7"):
+    with pytest.raises(
+        RunError, match=r"real needs rewards of 0 and 1 as labels; this step's are graded, from 0\.2 to 0\.7"
+    ):
         class_labels(torch.tensor([0.2, 0.7]), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool())

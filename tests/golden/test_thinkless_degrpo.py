@@ -102,7 +102,9 @@ def test_only_the_micro_batch_form_depends_on_the_split(response: Any) -> None:
             float(whole), abs=1e-10
         )
     config = DeGrpoConfig(response="token_mean", divisors="micro_batch")
-    assert float(total(config, token_losses())) == pytest.approx(float(total(DeGrpoConfig(), token_losses())), abs=1e-12)
+    assert float(total(config, token_losses())) == pytest.approx(
+        float(total(DeGrpoConfig(), token_losses())), abs=1e-12
+    )
     assert float(total(config, token_losses(), size=2)) != pytest.approx(float(total(config, token_losses())), abs=1e-4)
 
 

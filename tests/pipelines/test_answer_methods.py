@@ -60,7 +60,9 @@ def prepared(trainer: Trainer, scores: Tensor = BINARY) -> tuple[LossInputs, Ten
     return trainer.prepare(rollouts, trainer.stack.shaped(rewards, rollouts, trainer.state), Stats())
 
 
-def gradient(trainer: Trainer, rows: LossInputs, size: int = 32, stack: MethodStack | None = None) -> tuple[Tensor, float]:
+def gradient(
+    trainer: Trainer, rows: LossInputs, size: int = 32, stack: MethodStack | None = None
+) -> tuple[Tensor, float]:
     """Gradient and loss of one optimizer step in micro-batches of `size` rows."""
     stack = stack or trainer.stack
     for parameter in trainer.policy.trainable.values():
@@ -191,7 +193,9 @@ def test_real_refuses_a_cut_group(make: Any) -> None:
 def test_real_updates(make: Any) -> None:
     """Four updates a rollout, through the whole step: gradients of rows stay below 1 / temperature."""
     trainer = make(
-        [{"real": {"temperature": 0.5}}], train={"updates_per_step": 4, "optimizer": {"lr": 0.1}}, self_test={"enabled": True}
+        [{"real": {"temperature": 0.5}}],
+        train={"updates_per_step": 4, "optimizer": {"lr": 0.1}},
+        self_test={"enabled": True},
     )
     trainer.suite = RewardSuite(
         {"test": {"reward": lambda prompts, completions: [float(len(c) < 2) for c in completions]}}
@@ -347,7 +351,9 @@ def test_the_temperature_rises_by_one_candidate_after_several_looks(make: Any) -
     method, state = trainer.stack.methods["microcoder_grpo"], trainer.state
     method.temperature = 0.5
     taken = []
-    for step, seen in enumerate([0.1, 0.1, 0.9, 0.9, 0.1, 0.1, 0.63, 0.63, 0.65, 0.65, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]):
+    for step, seen in enumerate(
+        [0.1, 0.1, 0.9, 0.9, 0.1, 0.1, 0.63, 0.63, 0.65, 0.65, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+    ):
         state.step, method._diversity = step, seen
         method.after_step({}, state)
         taken.append(method.temperature)

@@ -45,12 +45,12 @@ def input_scores(
         leaf: where the gradient is taken: the input embeddings, or the output of the first, the middle or the last but one block.
 
     Returns:
-        [n, T + 1] float32 or wider, column t for the position that predicts token t; 0 beyond the last position that is read. Parameters'
-        `.grad` stay as they are.
+        [n, T + 1] float32 or wider, column t for the position that predicts token t; 0 beyond the last position that
+        is read. Parameters' `.grad` stay as they are.
     """
     chosen = chosen & inputs.wanted
     picked = chosen[inputs.wanted]  # of the wanted tokens, row by row
-    rows, length = inputs.token_ids.shape
+    length = inputs.token_ids.shape[1]
     columns = torch.arange(chosen.shape[1] + 1, device=chosen.device)
     positions = inputs.starts[:, None] - 1 + columns
     real = (columns <= inputs.wanted.sum(1)[:, None]) & (positions < length)

@@ -295,7 +295,9 @@ class TextLMAdapter(PolicyAdapter):
         wanted = units < lengths[:, None]
         row, unit = wanted.nonzero(as_tuple=True)
         places = row * token_ids.shape[1] + starts[row] - 1 + units[unit]
-        return ModelInputs(token_ids=token_ids, starts=starts, wanted=wanted, places=places, targets=completions[row, units[unit]])
+        return ModelInputs(
+            token_ids=token_ids, starts=starts, wanted=wanted, places=places, targets=completions[row, units[unit]]
+        )
 
     def _head(self) -> nn.Module | None:
         """The output embedding, where it may be applied to chosen places only."""
@@ -336,7 +338,9 @@ class TextLMAdapter(PolicyAdapter):
     def first_units(self, rollouts: RolloutBatch, row: int, characters: Sequence[int]) -> list[int]:
         """See `PolicyAdapter.first_units`; a token starts where the text of those before it ends."""
         ids = rollouts.data["completion_ids"][row, : int(rollouts.data["lengths"][row])].tolist()
-        return [bisect_left(range(len(ids)), place, key=lambda unit: len(self._text(ids[:unit]))) for place in characters]
+        return [
+            bisect_left(range(len(ids)), place, key=lambda unit: len(self._text(ids[:unit]))) for place in characters
+        ]
 
     def _text(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
