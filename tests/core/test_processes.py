@@ -68,6 +68,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "train": {"ema": {"decay": 0.5, "every": 1}},
         "eval": {"samples": 1, "final_samples": 7, "batch": 2},
     },
+    "redit, tmn_reweight, balanced_aggregation": {
+        "method": ["redit", "tmn_reweight", "balanced_aggregation"],
+        "train": {"updates_per_step": 2},
+        "kl": {"beta": 0.05},
+    },
+    "fg_expo": {"method": [{"fg_expo": {"decay": 0.3}}]},
 }
 
 

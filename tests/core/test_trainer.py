@@ -24,9 +24,9 @@ FLOAT64 = {"model": {"dtype": "float64"}, "self_test": {"enabled": False}}
 def gradient(trainer: Trainer, *, off_policy: bool, binary: bool = False) -> tuple[torch.Tensor, float]:
     """Gradient and loss of the first optimizer step; `off_policy` moves the weights first, so that ratios differ from 1."""
     rollouts, rewards = trainer.collect(trainer._draw())
-    # Scores that depend on the row alone: every group has unequal rewards.
+    # Scores in [0, 1] that depend on the row alone: every group has unequal rewards.
     scores = (rollouts.prompts.row_ids.float() * 0.37).sin()[:, None]
-    rewards.values = (scores > 0.5).float() if binary else scores
+    rewards.values = (scores > 0.5).float() if binary else scores / 2 + 0.5
     stats = Stats()
     rows, _ = trainer.prepare(rollouts, trainer.stack.shaped(rewards, rollouts, trainer.state), stats)
     trainer.state.on_policy = not off_policy
@@ -58,6 +58,27 @@ AGGREGATIONS = [
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 def test_split_does_not_matter(tmp_path: Path, aggregation: str, level: str) -> None:
+    """See `check_split`."""
+    check_split(tmp_path, level, loss={"aggregation": aggregation})
+
+
+METHODS: dict[str, Any] = {
+    "balanced_aggregation": "balanced_aggregation",
+    "lambda_grpo": "lambda_grpo",
+    "tmn_reweight": "tmn_reweight",
+    "seed_grpo": {"seed_grpo": {"strength": 0.5}},
+    "fg_expo": "fg_expo",
+    "redit": "redit",
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_split_does_not_matter_to_a_method(tmp_path: Path, name: str) -> None:
+    """See `check_split`."""
+    check_split(tmp_path, "token", method=METHODS[name])
+
+
+def check_split(tmp_path: Path, level: str, **over: Any) -> None:
     """Micro-batches 1x8, 2x4, 4x2, 8x1 and unit chunks give one loss and gradient (float64, 1e-10), lengths uneven."""
     reference = None
     for micro_batch, units in [(8, None), (4, None), (2, None), (1, None), (8, 1), (4, 2), (3, 2)]:
@@ -67,9 +88,9 @@ def test_split_does_not_matter(tmp_path: Path, aggregation: str, level: str) -> 
             folder,
             **FLOAT64,
             train={"prompts_per_step": 2, "group_size": 4, "micro_batch": micro_batch, "units_per_pass": units},
-            loss={"aggregation": aggregation},
             ratio={"level": level, "clip_low": 0.05, "clip_high": 0.05},
             kl={"beta": 0.1},
+            **over,
         )
         found = gradient(trainer, off_policy=True)
         trainer.writer.close()
