@@ -35,6 +35,18 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "FG-ExPO (2605.11403): KL by the batch's accuracy, questions by their pass rate",
     ),
     "redit": ("visual_grpo.pipelines.text.redit:Redit", "ReDit (2506.18631): noise on the rewards, for any units"),
+    "real": ("visual_grpo.pipelines.text.real:Real", "REAL (2602.05630): rewards as class labels, bounded gradients"),
+    "lens": ("visual_grpo.pipelines.text.lens:Lens", "LENS (2510.08696): learns from all-wrong groups by confidence"),
+    "s_grpo": ("visual_grpo.pipelines.text.s_grpo:SGrpo", "S-GRPO (2508.05928): group weights for noisy labels"),
+    "microcoder_grpo": (
+        "visual_grpo.pipelines.text.microcoder_grpo:MicroCoderGrpo",
+        "MicroCoder-GRPO (2603.07777): masks a share of cut answers, temperature by diversity",
+    ),
+    "grail": ("visual_grpo.pipelines.text.grail:Grail", "GRAIL (2606.04889): tokens weighted by the answer's gradient"),
+    "degrpo": (
+        "visual_grpo.pipelines.text.degrpo:DeGrpo",
+        "DeGRPO (2505.13379): the token that chooses the mode apart",
+    ),
     "flow_grpo": (
         "visual_grpo.pipelines.flow.flow_grpo:FlowGrpo",
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
@@ -142,5 +154,29 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "redit_qwen2_5_7b": (
         "visual_grpo.pipelines.text.redit:redit_qwen2_5_7b",
         "ReDit on Qwen2.5-7B-Instruct, GSM8K",
+    ),
+    "real_text_tiny": ("visual_grpo.pipelines.text.real:real_text_tiny", "REAL on the tiny LM's arithmetic"),
+    "real_r1_distill_qwen_1_5b": (
+        "visual_grpo.pipelines.text.real:real_r1_distill_qwen_1_5b",
+        "REAL on R1-Distill-Qwen-1.5B",
+    ),
+    "lens_text_tiny": ("visual_grpo.pipelines.text.lens:lens_text_tiny", "LENS on the tiny LM's arithmetic"),
+    "lens_qwen2_5_3b": ("visual_grpo.pipelines.text.lens:lens_qwen2_5_3b", "LENS on Qwen2.5-3B"),
+    "s_grpo_text_tiny": ("visual_grpo.pipelines.text.s_grpo:s_grpo_text_tiny", "S-GRPO on the tiny LM's arithmetic"),
+    "s_grpo_llama3_2_3b": ("visual_grpo.pipelines.text.s_grpo:s_grpo_llama3_2_3b", "S-GRPO on Llama-3.2-3B"),
+    "microcoder_grpo_text_tiny": (
+        "visual_grpo.pipelines.text.microcoder_grpo:microcoder_grpo_text_tiny",
+        "MicroCoder-GRPO on the tiny LM's arithmetic",
+    ),
+    "microcoder_grpo_qwen3_4b": (
+        "visual_grpo.pipelines.text.microcoder_grpo:microcoder_grpo_qwen3_4b",
+        "MicroCoder-GRPO on Qwen3-4B-Instruct-2507",
+    ),
+    "grail_text_tiny": ("visual_grpo.pipelines.text.grail:grail_text_tiny", "GRAIL on the tiny LM's arithmetic"),
+    "grail_qwen3_4b": ("visual_grpo.pipelines.text.grail:grail_qwen3_4b", "GRAIL on Qwen3-4B"),
+    "degrpo_text_tiny": ("visual_grpo.pipelines.text.degrpo:degrpo_text_tiny", "DeGRPO on the tiny LM's arithmetic"),
+    "degrpo_thinkless_1_5b": (
+        "visual_grpo.pipelines.text.degrpo:degrpo_thinkless_1_5b",
+        "DeGRPO on Thinkless-1.5B-Warmup",
     ),
 }

@@ -60,8 +60,14 @@ def extract_program(completion: str) -> str:
     >>> extract_program("Try:\\n```python\\nprint(1)\\n```")
     'print(1)\\n'
     """
-    blocks = _FENCE.findall(completion.rpartition("</think>")[2])
+    blocks = _blocks(completion)
     return blocks[-1] if blocks else completion
+
+
+def _blocks(completion: str) -> list[str]:
+    """The fenced Python blocks after any reasoning."""
+    found: list[str] = _FENCE.findall(completion.rpartition("</think>")[2])
+    return found
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -161,7 +167,7 @@ def _compiled(source: str) -> str:
 class Code(Reward):
     """Runs the last Python block of each completion against the row's tests.
 
-    Details: `passed`, `total` (tests) and `timed_out` (0/1).
+    Details: `passed`, `total` (tests), `timed_out` (0/1) and `complete`, 1 where a fenced block was closed.
     """
 
     needs = frozenset({"texts"})
@@ -216,7 +222,13 @@ class Code(Reward):
         total = [0 if test is None else len(test) for test in tests]
         values = [None if not n else self._value(p, n) for p, n in zip(passed, total, strict=True)]
         return RewardOutput.from_list(
-            values, {"passed": passed, "total": [float(n) for n in total], "timed_out": timed_out}
+            values,
+            {
+                "passed": passed,
+                "total": [float(n) for n in total],
+                "timed_out": timed_out,
+                "complete": [float(bool(_blocks(text))) for text in request.texts],
+            },
         )
 
     def _value(self, passed: float, total: int) -> float:

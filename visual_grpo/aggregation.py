@@ -40,9 +40,15 @@ class Totals:
     """Kept units of the step, i.e. the sum of all unit masks."""
     micro_batches: float | Tensor = 1
     """Micro-batches of the step over all ranks; read by "micro_batch_token_mean" only."""
+    groups: float | Tensor = 0
+    """Groups of the step, also those without a signal."""
+    live_rows: float | Tensor = 0
+    """Rows of the step whose advantage is not 0 everywhere."""
+    spans: tuple[float, ...] = ()
+    """Kept units of the step by their tag `span` (`types.Span`); empty where nothing is tagged."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "units", "micro_batches"):
+        for name in ("rows", "units", "micro_batches", "groups", "live_rows"):
             value = getattr(self, name)
             if not isinstance(value, Tensor) and value < 0:
                 raise ValueError(f"Totals.{name} must be >= 0, got {value}")
@@ -97,7 +103,8 @@ def _check_rows(totals: Totals, rows: int) -> None:
         )
 
 
-def _safe(divisor: float | Tensor) -> float | Tensor:
+def safe_divisor(divisor: float | Tensor) -> float | Tensor:
+    """`divisor`, or 1 where nothing was counted: the sum that it divides is 0 then."""
     return divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
 
 
@@ -149,15 +156,15 @@ def aggregation_coefficients(
     ones = kept.to(dtype)
     row_units = ones.sum(dim=1, keepdim=True).clamp(min=1)
     if mode == "sequence_mean_token_mean":
-        return ones / row_units / _safe(totals.rows)
+        return ones / row_units / safe_divisor(totals.rows)
     if mode == "token_mean":
-        return ones / _safe(totals.units)
+        return ones / safe_divisor(totals.units)
     if mode == "sequence_mean_token_sum":
-        return ones / _safe(totals.rows)
+        return ones / safe_divisor(totals.rows)
     if mode == "micro_batch_token_mean":
-        return ones / ones.sum().clamp(min=1) / _safe(totals.micro_batches)
+        return ones / ones.sum().clamp(min=1) / safe_divisor(totals.micro_batches)
     length = float(max_length or 1)
-    return ones / length / _safe(totals.rows) if mode == "fixed_length" else ones / length
+    return ones / length / safe_divisor(totals.rows) if mode == "fixed_length" else ones / length
 
 
 def aggregate(

@@ -117,6 +117,11 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
             f"that replays {' or '.join(sorted(needs.unit_kinds))} units, but this one is {adapter.kind} and replays "
             f"{' and '.join(sorted(adapter.unit_kinds))}"
         )
+    if needs.input_gradients and not adapter.input_gradients:
+        raise UserError(
+            f"method {names} cannot train adapter {config.model.adapter!r}: it needs gradients to the model's inputs, which this "
+            "adapter does not give; use text_lm"
+        )
     sampling = validate(adapter.Sampling, config.sampling, where="sampling")
     eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
     for check in stack.methods.values():

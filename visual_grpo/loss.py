@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from visual_grpo.aggregation import Totals, expand_units, reduce_map
+from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.objectives import Metrics
-from visual_grpo.types import LogProb, MicroBatch, RolloutBatch
+from visual_grpo.types import LogProb, MicroBatch, RolloutBatch, Span
 
 RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 42)), torch.tensor([1e9])])
 """Edges of the histogram of ratios: fine around 1, which lies in the middle of a bin, and open at both ends."""
@@ -48,6 +49,26 @@ class LossInputs:
         return LossInputs(
             rollouts=self.rollouts.to(device), advantages=self.advantages.to(device), weights=self.weights.to(device)
         )
+
+
+def step_totals(rows: LossInputs, micro_batches: int, ranks: Ranks | None = None) -> Totals:
+    """Denominators of one optimizer step over all processes (without `ranks`, this one); groups are whole on theirs."""
+    mask = rows.rollouts.unit_mask
+    groups = len(torch.unique(rows.rollouts.group_ids))
+    live = int((rows.advantages.reshape(len(rows), -1) != 0).any(1).sum()) if len(rows) else 0
+    counts = torch.tensor([len(rows), int(mask.sum()), micro_batches, groups, live], dtype=torch.float64)
+    spans = rows.rollouts.unit_tags.get("span")
+    if spans is not None:
+        counts = torch.cat([counts, torch.bincount(spans[mask], minlength=len(Span)).double().cpu()])
+    found = (counts if ranks is None else ranks.sum(counts)).tolist()
+    return Totals(
+        rows=found[0],
+        units=found[1],
+        micro_batches=found[2],
+        groups=found[3],
+        live_rows=found[4],
+        spans=tuple(found[5:]),
+    )
 
 
 def couples_units(stack: MethodStack, state: LoopState) -> bool:

@@ -70,6 +70,8 @@ class Needs:
     """All rows of a group must meet in one micro-batch."""
     couples_units: bool = False
     """Its unit losses depend on other units of the row, so units may not be replayed one by one."""
+    input_gradients: bool = False
+    """It asks the adapter how much units depend on their inputs (`Policy.input_scores`)."""
     single_samples: bool = False
     """It needs no group: `group_size` may be 1."""
 
@@ -100,6 +102,11 @@ class LoopState:
     def generator(self, *key: int) -> torch.Generator:
         """A CPU generator that depends on (seed, step, key) alone."""
         return seeded_generator(self.config.train.seed, self.step, *key)
+
+    def figure(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
+        """Log the mean of `values` (any shape) over `where`; several calls of a step add up."""
+        kept = values.detach().double() if where is None else values.detach().double()[where]
+        self.log({name: (kept.sum(), torch.tensor(kept.numel()))})
 
 
 def _no_service(name: str) -> Any:
@@ -364,6 +371,7 @@ class MethodStack:
             reference=any(n.reference for n in all_needs),
             whole_groups=any(n.whole_groups for n in all_needs),
             couples_units=any(n.couples_units for n in all_needs),
+            input_gradients=any(n.input_gradients for n in all_needs),
             single_samples=any(n.single_samples for n in all_needs),
         )
 
@@ -377,9 +385,10 @@ class MethodStack:
             method.load_state_dict(values.get(name, {}))
 
 
-def fills(method: Method[Any], hook: str) -> bool:
+def fills(method: Method[Any] | type[Method[Any]], hook: str) -> bool:
     """True where the method's class has its own version of `hook`."""
-    return getattr(type(method), hook) is not getattr(Method, hook)
+    kind = method if isinstance(method, type) else type(method)
+    return getattr(kind, hook) is not getattr(Method, hook)
 
 
 def named_methods(items: list[dict[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:

@@ -16,7 +16,7 @@ from visual_grpo.errors import UserError
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch
 
 if TYPE_CHECKING:
-    from visual_grpo.adapters.protocol import PolicyAdapter, SamplingConfig
+    from visual_grpo.adapters.protocol import Leaf, PolicyAdapter, SamplingConfig
 
 REFERENCE = "reference"
 
@@ -169,6 +169,11 @@ class Policy:
         self.module.train(torch.is_grad_enabled())
         with self._autocast():
             return self.adapter.log_prob(rollouts, units, entropy=entropy)
+
+    def input_scores(self, rollouts: RolloutBatch, chosen: Tensor, *, leaf: Leaf = "embeddings") -> Tensor:
+        """How much the log-prob of `chosen` units depends on each input; see `PolicyAdapter.input_scores`."""
+        with self._autocast():
+            return self.adapter.input_scores(rollouts, chosen, leaf=leaf)
 
     def snapshot(self, name: str) -> None:
         """Store the present trained weights as set `name`, over what was there."""

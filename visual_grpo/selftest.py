@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
-from visual_grpo.aggregation import Totals
+from visual_grpo.batching import micro_batches
 from visual_grpo.combination import judged, on_all_processes, signal
 from visual_grpo.errors import RunError
-from visual_grpo.loss import LossInputs, passes
+from visual_grpo.loss import LossInputs, passes, step_totals
 from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
@@ -54,7 +54,7 @@ def self_test(
         state: of the loop.
         lr: of the trial step.
     """
-    few = torch.arange(min(len(rows), state.config.train.micro_batch))
+    few = micro_batches(rows.group_ids, state.config.train.micro_batch, stack.needs.whole_groups)[0]
     probe = rows.select(few).to(state.policy.device)
     methods = copy.deepcopy(stack.state_dict())
     checks = [
@@ -160,7 +160,7 @@ def _gradient(stack: MethodStack, probe: RolloutBatch, state: LoopState) -> Chec
     fixed = replace(state, on_policy=True, log=lambda _: None)
     inputs = stack.chain("before_updates", _probe_inputs(probe), _probe_rewards(len(probe)), fixed)
     with torch.random.fork_rng():
-        for loss, _ in passes(stack, inputs, Totals.of_mask(probe.unit_mask), fixed):
+        for loss, _ in passes(stack, inputs, step_totals(inputs, 1), fixed):
             if not torch.isfinite(loss):
                 return Check(name=name, status="failed", detail=f"the loss is {loss.item()}; use a wider model.dtype")
             loss.backward()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_grpo.aggregation import Totals
 from visual_grpo.alarms import Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
 from visual_grpo.checkpointer import Checkpointer, Progress
@@ -26,7 +25,7 @@ from visual_grpo.data import PromptRow, PromptSource, prompt_batch
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
-from visual_grpo.loss import LossInputs, fixed_weights, passes, settle_old
+from visual_grpo.loss import LossInputs, fixed_weights, passes, settle_old, step_totals
 from visual_grpo.method import LoopState, MethodStack
 from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
 from visual_grpo.normalise import Normalisers
@@ -267,17 +266,15 @@ class Trainer:
     def optimizer_step(self, rows: LossInputs, stats: Stats) -> None:
         """Accumulate the micro-batches of all processes, then one step; nothing to train leaves the weights untouched."""
         micros = micro_batches(rows.rollouts.group_ids, self.config.train.micro_batch, self.stack.needs.whole_groups)
-        counts = torch.tensor([len(rows), int(rows.rollouts.unit_mask.sum()), len(micros)], dtype=torch.float64)
-        totals = self.ranks.sum(counts)
-        if totals[1] == 0:
+        totals = step_totals(rows, len(micros), self.ranks)
+        if totals.units == 0:
             stats.update({"grad_norm": (torch.tensor(0.0), torch.tensor(1.0))})
             return
         none, one = torch.tensor(0.0), torch.tensor(1.0 / self.ranks.world)
-        divisors = Totals(rows=float(totals[0]), units=float(totals[1]), micro_batches=float(totals[2]))
         for index in micros:
             self.watchdog.beat()
             inputs = rows.select(index).to(self.policy.device)
-            for loss, figures in passes(self.stack, inputs, divisors, self.state):
+            for loss, figures in passes(self.stack, inputs, totals, self.state):
                 loss.backward()
                 stats.update({"loss": (loss.detach(), none), **figures})
         self.ranks.reduce_gradients(list(self.policy.trainable.values()))

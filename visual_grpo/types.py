@@ -25,6 +25,15 @@ class RewardStatus(IntEnum):
     FAILED = 2
 
 
+class Span(IntEnum):
+    """Parts of an answer, as the unit tag `span` gives them; a unit without a tag is an answer's."""
+
+    ANSWER = 0
+    THINK = 1
+    TOOL = 2
+    CONTROL = 3
+
+
 def _select(value: Any, index: Tensor) -> Any:
     """Rows `index` of a tensor or list; anything else is shared by all rows and passes unchanged."""
     if isinstance(value, Tensor):

@@ -41,6 +41,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "method": ["test_processes:Winners"],
     },
     "dapo": {"rewards": {"test_processes:rarely": 1.0}, "method": [{"dapo": {"max_tries": 3, "overlong_cache": 2}}]},
+    "degrpo": {"method": ["degrpo"], "kl": {"beta": 0.05}},
+    "lens": {"rewards": {"test_processes:rarely": 1.0}, "method": ["lens"]},
+    "real": {
+        "rewards": {"test_processes:rarely": 1.0},
+        "method": ["real"],
+        "kl": {"beta": 0.05},
+        "train": {"updates_per_step": 2},
+    },
+    "microcoder_grpo": {
+        "method": [
+            {
+                "microcoder_grpo": {
+                    "mask_share": 0.5,
+                    "repeat_window": 1,
+                    "diversity_target": 0.95,
+                    "temperatures": [0.3, 1.0, 1.5],
+                    "stage": 1,
+                    "patience": 1,
+                    "low_share": 1.0,
+                }
+            }
+        ]
+    },
     "averaged weights, uneven evaluations": {
         "train": {"ema": {"decay": 0.5, "every": 1}},
         "eval": {"samples": 1, "final_samples": 7, "batch": 2},

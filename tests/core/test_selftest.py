@@ -6,6 +6,7 @@ import copy
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,9 @@ class FrozenSampler(ToyAdapter):
 class OtherTemperature(ToyAdapter):
     """Replays at another temperature than it samples with."""
 
-    def log_prob(self, *args: Any, **options: Any) -> Any:
-        kept, self.sampling = self.sampling, ToySampling(temperature=1.3)
-        try:
-            return super().log_prob(*args, **options)
-        finally:
-            self.sampling = kept
+    def log_prob(self, rollouts: Any, *args: Any, **options: Any) -> Any:
+        other = torch.full_like(rollouts.data["temperature"], 1.3)
+        return super().log_prob(replace(rollouts, data=rollouts.data | {"temperature": other}), *args, **options)
 
 
 class Detached(ToyAdapter):

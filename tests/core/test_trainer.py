@@ -21,14 +21,14 @@ from visual_grpo.trainer import Trainer
 FLOAT64 = {"model": {"dtype": "float64"}, "self_test": {"enabled": False}}
 
 
-def gradient(trainer: Trainer, *, off_policy: bool) -> tuple[torch.Tensor, float]:
+def gradient(trainer: Trainer, *, off_policy: bool, binary: bool = False) -> tuple[torch.Tensor, float]:
     """Gradient and loss of the first optimizer step; `off_policy` moves the weights first, so that ratios differ from 1."""
     rollouts, rewards = trainer.collect(trainer._draw())
     # Scores in [0, 1] that depend on the row alone: every group has unequal rewards.
-    rewards.values = (rollouts.prompts.row_ids.float() * 0.37).sin()[:, None] / 2 + 0.5
-    rewards = trainer.stack.shaped(rewards, rollouts, trainer.state)
+    scores = (rollouts.prompts.row_ids.float() * 0.37).sin()[:, None]
+    rewards.values = (scores > 0.5).float() if binary else scores / 2 + 0.5
     stats = Stats()
-    rows, _ = trainer.prepare(rollouts, rewards, stats)
+    rows, _ = trainer.prepare(rollouts, trainer.stack.shaped(rewards, rollouts, trainer.state), stats)
     trainer.state.on_policy = not off_policy
     if off_policy:
         with torch.no_grad():
@@ -132,6 +132,33 @@ def test_geometry_does_not_change_the_gradient(
         found.append(gradient(trainer, off_policy=False)[0])
         trainer.writer.close()
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+
+
+BINARY_METHODS: dict[str, Any] = {
+    "real": {"method": ["real"], "kl": {"beta": 0.1}},
+    "real, bce": {"method": [{"real": {"form": "bce"}}]},
+    "lens": {"method": ["lens"]},
+    "s_grpo": {"method": ["s_grpo"]},
+    "degrpo": {"method": [{"degrpo": {"control_weight": 0.3}}], "kl": {"beta": 0.1}},
+    "microcoder_grpo": {"method": [{"microcoder_grpo": {"mask_share": 0.5, "repeat_window": 1}}]},
+}
+
+
+@pytest.mark.parametrize("method", BINARY_METHODS)
+def test_split_does_not_matter_to_methods_of_labels(tmp_path: Path, method: str) -> None:
+    """Micro-batches and unit chunks of each method, rewards 0 and 1, off-policy (float64, 1e-10)."""
+    reference = None
+    for micro_batch, units in [(16, None), (8, None), (3, None), (1, None), (16, 1), (5, 2)]:
+        folder = tmp_path / f"{micro_batch}-{units}"
+        folder.mkdir()
+        train = {"prompts_per_step": 3, "group_size": 4, "micro_batch": micro_batch, "units_per_pass": units}
+        trainer = toy_trainer(folder, **FLOAT64, train=train, **BINARY_METHODS[method])
+        found = gradient(trainer, off_policy=True, binary=True)
+        trainer.writer.close()
+        reference = reference or found
+        assert float(reference[0].abs().max()) > 1e-4
+        torch.testing.assert_close(found[0], reference[0], rtol=0, atol=1e-10)
+        assert found[1] == pytest.approx(reference[1], abs=1e-10)
 
 
 def test_reward_rises(tmp_path: Path) -> None:

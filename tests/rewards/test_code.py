@@ -47,6 +47,7 @@ class TestScores:
         assert output.values.tolist() == [1.0, 0.5, 0.0, 0.0]
         assert output.details["passed"].tolist() == [2, 1, 0, 0]
         assert output.details["total"].tolist() == [2, 2, 2, 2]
+        assert output.details["complete"].tolist() == [1, 0, 0, 0]
         assert value(half, {"tests": CASES}, score="all") == 0.0
 
     def test_functions(self):

@@ -18,6 +18,7 @@ from visual_grpo.config import ModelConfig, Section
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, UnitKind
 
 Kind = Literal["diffusion", "autoregressive", "next_scale"]
+Leaf = Literal["embeddings", "first", "middle", "last"]
 
 
 class SamplingConfig(Section):
@@ -59,6 +60,9 @@ class PolicyAdapter(ABC):
     """Sampling options that `visual-grpo eval` starts from, where those of training are no way to judge a model."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module-name suffixes that get LoRA by default."""
+
+    input_gradients: ClassVar[bool] = False
+    """Whether it has `input_scores` and `first_units`."""
 
     @classmethod
     @abstractmethod
@@ -110,6 +114,18 @@ class PolicyAdapter(ABC):
 
         Prompts are `rollouts.prompts.context("training")`. Only these units are recomputed.
         """
+
+    def input_scores(self, rollouts: RolloutBatch, chosen: Tensor, *, leaf: Leaf) -> Tensor:
+        """How much the log-prob of the `chosen` ([n, T] bool) units depends on each input: |gradient * activation|, [n, T + 1].
+
+        Column t is the input that predicts unit t, column t + 1 the input that unit t becomes; 0 beyond a row's end. `leaf` is
+        where the network is entered: the input embeddings or a block's output. No parameter's gradient is touched.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no input_gradients")
+
+    def first_units(self, rollouts: RolloutBatch, row: int, characters: Sequence[int]) -> list[int]:
+        """For each character position of `texts[row]`, the first unit that starts there or later."""
+        raise NotImplementedError(f"{type(self).__name__} declares no input_gradients")
 
     @abstractmethod
     def decode(self, rollouts: RolloutBatch) -> RolloutBatch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_grpo.adapters.kv_cache import CompletionCache, KeyValueCache, PromptCache, cache_name, has_plain_layers
+from visual_grpo.adapters.token_rows import TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,16 @@ class SharedPromptReader:
 
     def __init__(self, body: nn.Module) -> None:
         self._body, self._cache_name = body, cache_name(body)
+
+    def predicting_states(self, rows: TokenRows) -> Tensor:
+        """[M, D] states that predict the wanted tokens: a completion's first token stands behind its prompt."""
+        prompts, owner = rows.distinct_prompts
+        token_ids, lengths = rows.padded(prompts), rows.lengths(prompts)
+        completions = rows.completions[:, : max(int(rows.read.max()) - 1, 0)]
+        states = self.read(token_ids, lengths, owner, completions)
+        behind = owner * token_ids.shape[1] + lengths[owner] - 1
+        within = token_ids.numel() + rows.row * completions.shape[1] + rows.unit - 1
+        return states.index_select(0, torch.where(rows.unit == 0, behind[rows.row], within))
 
     def read(self, prompt_ids: Tensor, prompt_lengths: Tensor, owner: Tensor, completions: Tensor) -> Tensor:
         """One state for each token of the distinct prompts, then for each token of the completions.
@@ -73,20 +84,6 @@ def cached_recomputation(body: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer._can_checkpoint_with_cache
-
-
-def distinct_prompts(prompt_ids: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """(first row of each distinct prompt, the distinct prompt of each row)."""
-    first: dict[tuple[int, ...], int] = {}
-    rows: list[int] = []
-    owner = []
-    for row, ids in enumerate(prompt_ids):
-        key = tuple(ids.tolist())
-        if key not in first:
-            first[key] = len(rows)
-            rows.append(row)
-        owner.append(first[key])
-    return rows, owner
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,10 +17,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from visual_grpo.adapters.generation import chunked_log_prob, generate, row_uniforms
+from visual_grpo.adapters.input_scores import input_scores
 from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path, without_progress_bars
-from visual_grpo.adapters.protocol import MemoryPlan, PolicyAdapter, SamplingConfig
-from visual_grpo.adapters.shared_prompt import distinct_prompts, shared_prompt_reader
+from visual_grpo.adapters.protocol import Leaf, MemoryPlan, PolicyAdapter, SamplingConfig
+from visual_grpo.adapters.shared_prompt import shared_prompt_reader
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
+from visual_grpo.adapters.token_rows import TokenRows
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch
@@ -44,34 +46,12 @@ class TextSampling(SamplingConfig):
     )
 
 
-@dataclass(kw_only=True)
-class TokenRows:
-    """The rows of a log-prob pass and the tokens that are wanted of them."""
-
-    prompt_ids: list[Tensor]
-    """n tensors [L_i] int64."""
-    completions: Tensor
-    """[n, S] int64, padded on the right; without what stands after the last wanted token."""
-    read: Tensor
-    """[n] int64, tokens of each completion."""
-    wanted: Tensor
-    """[n, u] bool, True where the unit is a real token."""
-    row: Tensor
-    """[M] int64, the row of each wanted token, row by row."""
-    unit: Tensor
-    """[M] int64, its place in the completion."""
-
-    @property
-    def targets(self) -> Tensor:
-        """[M] int64, the wanted tokens."""
-        return self.completions[self.row, self.unit]
-
-
 class TextLMAdapter(PolicyAdapter):
     """A causal language model and its tokenizer."""
 
     kind = "autoregressive"
     library = "transformers"
+    input_gradients = True
     unit_kinds = frozenset({"token"})
     Sampling = TextSampling
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -301,33 +281,27 @@ class TextLMAdapter(PolicyAdapter):
         return [old if keep else new for old, new, keep in zip(stored, fresh, same, strict=True)]
 
     def _token_rows(self, rollouts: RolloutBatch, units: Tensor) -> TokenRows:
-        units = units.to(self.device)
-        completions, lengths = rollouts.data["completion_ids"].to(self.device), rollouts.data["lengths"].to(self.device)
-        # What stands after the last wanted token of the longest row changes nothing and is not computed.
-        read = lengths.clamp(max=int(units.max()) + 1 if len(units) else 0)
-        columns = torch.arange(int(read.max()), device=self.device)
-        wanted = units < lengths[:, None]
-        row, unit = wanted.nonzero(as_tuple=True)
-        return TokenRows(
+        return TokenRows.of_units(
+            units.to(self.device),
             prompt_ids=self._training_prompts(rollouts),
-            completions=torch.where(columns < read[:, None], completions[:, : len(columns)], self.pad_id),
-            read=read,
-            wanted=wanted,
-            row=row,
-            unit=units[unit],
+            completions=rollouts.data["completion_ids"].to(self.device),
+            lengths=rollouts.data["lengths"].to(self.device),
+            pad_id=self.pad_id,
         )
+
+    def _head(self) -> nn.Module | None:
+        """The output embedding, where it may be applied to chosen places only."""
+        head: Any = self.model.get_output_embeddings()
+        # Sharded weights are gathered by the model's own forward only.
+        return head if self._split and type(head.weight).__name__ != "DTensor" else None
 
     def _predictions(self, rows: TokenRows) -> tuple[Tensor, nn.Module]:
         """What predicts the wanted tokens and the layer that makes logits of it: ([M, D], head), or ([M, V], identity)."""
-        head = self.model.get_output_embeddings()
-        # Sharded weights are gathered by the model's own forward only.
-        split = self._split and type(head.weight).__name__ != "DTensor"
-        if split and self._reader is not None:
-            first, owner = distinct_prompts(rows.prompt_ids)
-            if len(first) < len(owner):
-                return self._shared_states(rows, first, torch.tensor(owner, device=self.device)), head
-        token_ids, places = self._whole_rows(rows)
-        if split:
+        head = self._head()
+        if head is not None and self._reader is not None and rows.repeats_prompts:
+            return self._reader.predicting_states(rows), head
+        token_ids, places = rows.whole()
+        if head is not None:
             hidden = self.model.base_model(input_ids=token_ids, use_cache=False)[0]
             return hidden.flatten(0, 1).index_select(0, places), head
         length = token_ids.shape[1]
@@ -341,40 +315,29 @@ class TextLMAdapter(PolicyAdapter):
         places = places // length * kept + places % length - (length - kept)
         return logits.flatten(0, 1).index_select(0, places), nn.Identity()
 
-    def _whole_rows(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
-        """Prompt and completion one after the other: ([n, S] int64, where each wanted token is predicted in [n * S])."""
-        starts = self._lengths(rows.prompt_ids)
-        prompts = self._padded(rows.prompt_ids)
-        columns = torch.arange(rows.completions.shape[1], device=self.device)
-        room = prompts.new_full(rows.completions.shape, self.pad_id)
-        token_ids = torch.cat([prompts, room], dim=1).scatter(1, starts[:, None] + columns, rows.completions)
-        # The last token of a row predicts nothing that is asked for.
-        token_ids = token_ids[:, : max(int((starts + rows.read).max()) - 1, 1)]
-        return token_ids, rows.row * token_ids.shape[1] + starts[rows.row] - 1 + rows.unit
-
-    def _shared_states(self, rows: TokenRows, first: list[int], owner: Tensor) -> Tensor:
-        """[M, D] states that predict the wanted tokens: a completion's first token stands behind its prompt."""
-        assert self._reader is not None
-        prompts = [rows.prompt_ids[i] for i in first]
-        token_ids, lengths = self._padded(prompts), self._lengths(prompts)
-        completions = rows.completions[:, : max(int(rows.read.max()) - 1, 0)]
-        states = self._reader.read(token_ids, lengths, owner, completions)
-        behind = owner * token_ids.shape[1] + lengths[owner] - 1
-        within = token_ids.numel() + rows.row * completions.shape[1] + rows.unit - 1
-        return states.index_select(0, torch.where(rows.unit == 0, behind[rows.row], within))
-
-    def _padded(self, ids: list[Tensor]) -> Tensor:
-        return nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad_id).to(self.device)
-
-    def _lengths(self, ids: list[Tensor]) -> Tensor:
-        return torch.tensor([len(row) for row in ids], device=self.device)
-
     def decode(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Fill `texts`, without special tokens."""
         lengths = rollouts.data["lengths"].tolist()
         ids = [row[:length] for row, length in zip(rollouts.data["completion_ids"].tolist(), lengths, strict=True)]
         rollouts.texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return rollouts
+
+    def input_scores(self, rollouts: RolloutBatch, chosen: Tensor, *, leaf: Leaf) -> Tensor:
+        """See `PolicyAdapter.input_scores`."""
+        rows = self._token_rows(rollouts, torch.arange(rollouts.num_units))
+        temperature = rollouts.data["temperature"].to(self.device)
+        return input_scores(self.model, self._head(), rows, chosen.to(self.device), temperature, leaf)
+
+    def first_units(self, rollouts: RolloutBatch, row: int, characters: Sequence[int]) -> list[int]:
+        """See `PolicyAdapter.first_units`; a token starts where the text of those before it ends."""
+        ids = rollouts.data["completion_ids"][row, : int(rollouts.data["lengths"][row])].tolist()
+        return [
+            bisect_left(range(len(ids)), place, key=lambda unit: len(self._text(ids[:unit]))) for place in characters
+        ]
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
     def save(self, path: str) -> None:
         """Write model and tokenizer with `save_pretrained`."""

@@ -111,7 +111,11 @@ class ToyAdapter(PolicyAdapter):
             unit_kind="token",
             unit_mask=mask.cpu(),
             old_log_prob=torch.cat(log_probs, 1) * mask,
-            data={"completion_ids": words},
+            data={
+                "completion_ids": words,
+                # By row, as a method may change it between rollouts.
+                "temperature": torch.full((len(words),), sampling.temperature, dtype=torch.float64),
+            },
             truncated=(ended[:, -1] == 0).cpu(),
         )
 
@@ -121,7 +125,7 @@ class ToyAdapter(PolicyAdapter):
         start = torch.full_like(words[:, :1], DIGITS + 1)
         previous = torch.cat([start, words[:, :-1]], 1)[:, units]
         logits = self.model(self._contexts(rollouts.prompts.context("training")), previous)
-        log_prob = (logits / self.sampling.temperature).log_softmax(-1)
+        log_prob = (logits / rollouts.data["temperature"].to(logits)[:, None, None]).log_softmax(-1)
         value = log_prob.gather(2, words[:, units, None])[..., 0]
         return LogProb(value=value, entropy=-(log_prob.exp() * log_prob).sum(-1) if entropy else None)
 

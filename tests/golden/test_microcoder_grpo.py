@@ -1,0 +1,66 @@
+"""Worked example of MicroCoder-GRPO: truncation mask, repetition, diversity."""
+
+import pytest
+import torch
+
+from visual_grpo.advantages import group_advantages
+from visual_grpo.pipelines.text.microcoder_grpo import (
+    CORRECT,
+    INCOMPLETE,
+    WRONG,
+    diversity,
+    group_diversities,
+    repeats,
+    truncation_mask,
+    verdicts,
+)
+
+REWARDS = torch.tensor([1, 1, 0, 0], dtype=torch.float64)
+TRUNCATED = torch.tensor([False, True, True, True])
+VERDICTS = torch.tensor([CORRECT, CORRECT, INCOMPLETE, WRONG])
+LOOPING = torch.tensor([False, False, True, False])
+
+
+@pytest.mark.parametrize(("draw", "second"), [(0.02, 0.0), (0.25, 0.866024)])
+def test_masked_advantages(draw: float, second: float) -> None:
+    advantages = group_advantages(REWARDS, torch.zeros(4, dtype=torch.int64), eps=1e-6)
+    plain = torch.tensor([0.866024, 0.866024, -0.866024, -0.866024]).double()
+    torch.testing.assert_close(advantages, plain, rtol=0, atol=6e-7)
+    masked = truncation_mask(TRUNCATED, VERDICTS, LOOPING, torch.tensor([0.01, draw, 0.03, 0.04]), 0.1)
+    expected = torch.tensor([0.866024, second, -0.866024, -0.866024]).double()
+    torch.testing.assert_close(torch.where(masked, 0.0, advantages), expected, rtol=0, atol=6e-7)
+
+
+def test_no_share_and_the_whole_share() -> None:
+    draws = torch.tensor([0.0, 0.999, 0.0, 0.0])
+    assert not bool(truncation_mask(TRUNCATED, VERDICTS, LOOPING, draws, 0.0).any())
+    assert truncation_mask(TRUNCATED, VERDICTS, LOOPING, draws, 1.0).tolist() == [False, True, False, False]
+
+
+def test_repetition() -> None:
+    assert repeats([1, 2, 3, 1, 2, 3], 3)
+    assert not repeats([1, 2, 3, 1, 2, 4], 3)
+    assert not repeats([1, 2, 3, 1, 2], 3)
+    assert repeats([9, 5, 5], 1)
+    assert not repeats([], 1)
+
+
+def test_verdicts() -> None:
+    """A cut answer that was tested and failed is wrong; one without a program to test, or without a score, is incomplete."""
+    scores = torch.tensor([1.0, 0.0, 0.0, torch.nan, 1.0, 0.0])
+    truncated = torch.tensor([True, True, True, True, True, False])
+    judged = torch.tensor([True, True, False, True, False, False])
+    expected = [CORRECT, WRONG, INCOMPLETE, INCOMPLETE, CORRECT, WRONG]
+    assert verdicts(scores, truncated, judged, 1.0).tolist() == expected
+
+
+def test_diversity() -> None:
+    answers = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7, 8, 9, 10]]
+    assert diversity(answers) == pytest.approx(0.888889, abs=6e-7)
+    assert diversity([[1, 2], [1, 2]]) == 0.0
+    assert diversity([[1, 2], [1, 3]]) == 1.0
+    assert diversity([[1, 2], [1, 2, 3, 4]]) == 1.0
+    assert diversity([[1, 2, 3, 4], [1, 2, 3, 4]]) == 0.0
+    assert diversity([[], []]) == 0.0
+    found = group_diversities([*answers, [1], [2, 2, 2, 2], [2, 2, 2, 2]], torch.tensor([4, 4, 4, 9, 2, 2]))
+    torch.testing.assert_close(found, torch.tensor([8 / 9, 0.0]).double())
