@@ -59,7 +59,8 @@ def test_grail_does_not_depend_on_the_split(grail: tuple[Trainer, LossInputs]) -
     assert float(whole[0].abs().max()) > 1e-4
     for size in (3, 1):
         found = gradient(trainer, rows, size)
-        torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-10)
+        # The prompt's part is summed over the rows that share a pass, through norms that compute in float32.
+        torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-8)
         assert found[1] == pytest.approx(whole[1], abs=1e-10)
     train = trainer.config.train.model_copy(update={"units_per_pass": 9})
     kept, trainer.state.config = trainer.state.config, trainer.config.model_copy(update={"train": train})
