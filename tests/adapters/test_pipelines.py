@@ -123,8 +123,9 @@ def test_unets_sample_as_diffusers_ddim_does(build: Any, prompts: Any, family: s
     assert images.std() > 0.01
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize(("family", "dpm"), [("sana", False), ("sana", True), ("lumina2", False)])
+@pytest.mark.parametrize(
+    ("family", "dpm", "guidance"), [("sana", False, 4.0), ("sana", True, 1.0), ("lumina2", False, 4.0)]
+)
 def test_sana_and_lumina_sample_as_diffusers_does(
     build: Any, prompts: Any, family: str, dpm: bool, guidance: float
 ) -> None:

@@ -56,12 +56,15 @@ class SanaAdapter(PipelineAdapter):
 
     def predict_velocity(self, latents: Tensor, sigma: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Velocity [n, C, h, w]; a network that also predicts a variance gives it in further channels."""
-        net = self._config
+        net, known = self._config, self.pipeline.scheduler.config
+        time = sigma * known.num_train_timesteps
+        if hasattr(known, "flow_shift"):  # this scheduler tells the network whole numbers
+            time = time.floor()
         output: Tensor = self.pipeline.transformer(
             latents,
             encoder_hidden_states=condition["tokens"],
             encoder_attention_mask=condition["mask"],
-            timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps * net.timestep_scale,
+            timestep=time * net.timestep_scale,
             return_dict=False,
         )[0]
         return output[:, : net.in_channels]
