@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from visual_grpo.adapters.diffusion import DiffusionSampling
 from visual_grpo.adapters.flux import FluxAdapter, FluxSampling, pack, unpack
 from visual_grpo.adapters.lumina2 import Lumina2Adapter
+from visual_grpo.adapters.memory import measured_activation_bytes, transformer_activation_bytes
 from visual_grpo.adapters.noise import row_noise
 from visual_grpo.adapters.published import published
 from visual_grpo.adapters.sana import SanaAdapter
-from visual_grpo.adapters.sd15 import SD15Adapter
 from visual_grpo.adapters.sd3 import SD3Adapter
+from visual_grpo.adapters.sd15 import SD15Adapter
 from visual_grpo.adapters.sdxl import SDXLAdapter
 from visual_grpo.adapters.unet import UNetAdapter, flow_level
 from visual_grpo.checkpoint import export_model
@@ -280,11 +281,14 @@ def test_lora_round_trip(build: Any, prompts: Any, tmp_path: Path, family: str) 
         ("flux", "black-forest-labs/FLUX.1-dev", 11_901_408_320, (19 * 8 + 38 * 3) * 2 * 3072),
         ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", 2_567_463_684, None),
         ("sd15", "stable-diffusion-v1-5/stable-diffusion-v1-5", 859_520_964, None),
+        ("sana", "Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1_604_462_752, None),
+        # 30 blocks of width 2304 whose keys and values have a third of it.
+        ("lumina2", "Alpha-VLLM/Lumina-Image-2.0", 2_609_769_152, 30 * (4 * 2304 + 2 * (2304 + 768))),
     ],
 )
 def test_published_sizes(contract: Any, family: str, path: str, count: int, lora: int | None) -> None:
     """The real network on the meta device has the published number of parameters, its LoRA sits on real layers."""
-    cls, known = FAMILIES[family], published(path)
+    cls, known = (FAMILIES | GEMMA)[family], published(path)
     config = ModelConfig(adapter=family, path=path, dtype="bfloat16", lora=LoraConfig(rank=4))
     module = cls.load_meta(config)
     assert known is not None
@@ -310,6 +314,42 @@ def test_a_path_of_another_family_is_refused() -> None:
     assert aliased["source"] == "stable-diffusion-v1-5/stable-diffusion-v1-5"
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_activation_estimate_of_flux(lora: bool) -> None:
+    """The blocks' count against a measurement, on a network of width 128 in FLUX.1's proportion of both kinds of blocks."""
+    from diffusers import FluxTransformer2DModel
+
+    def kept(blocks: int) -> int:
+        with torch.device("meta"):
+            network = FluxTransformer2DModel(
+                num_layers=blocks,
+                num_single_layers=2 * blocks,
+                attention_head_dim=64,
+                num_attention_heads=2,
+                joint_attention_dim=32,
+                pooled_projection_dim=32,
+                axes_dims_rope=(16, 24, 24),
+            )
+            call = {
+                "hidden_states": torch.empty(1, 256, 64),
+                "timestep": torch.empty(1),
+                "pooled_projections": torch.empty(1, 32),
+                "encoder_hidden_states": torch.empty(1, 8, 32),
+                "txt_ids": torch.empty(8, 3),
+                "img_ids": torch.empty(256, 3),
+            }
+            config = ModelConfig(adapter="flux", path="x", lora=LoraConfig(rank=4) if lora else None)
+            if lora:
+                inject_lora(network, LoraConfig(rank=4), FluxAdapter.lora_targets)
+            choose_trainable(network, config)
+            return measured_activation_bytes(network, call)
+
+    net = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 64}
+    shape = FluxAdapter.blocks(net, image_tokens=256, text_tokens=8)
+    estimate, _ = transformer_activation_bytes(shape, sequences=1, element_size=4, checkpointing=False, lora=lora)
+    assert 1 < estimate / (kept(2) - kept(1)) < 1.2
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_measured_activations_of_a_unet(build: Any, checkpointing: bool) -> None:
     """The meta device against what autograd keeps on the CPU for the same network and size."""
@@ -330,9 +370,7 @@ def test_measured_activations_of_a_unet(build: Any, checkpointing: bool) -> None
     kept = sum(x.untyped_storage().nbytes() for x in seen.values())
     config = ModelConfig(adapter="sdxl", path="x", gradient_checkpointing=checkpointing)
     net = dict(network.config)
-    planned, note = SDXLAdapter.activation_bytes(
-        config, network.to("meta"), net, (32, 32), text_tokens=0, sequences=3
-    )
+    planned, note = SDXLAdapter.activation_bytes(config, network.to("meta"), net, (32, 32), text_tokens=0, sequences=3)
     assert "measured" in note
     if checkpointing:  # `kept` lacks the one part that is computed again at a time
         assert kept < planned / 3 < 4 * kept

@@ -51,7 +51,9 @@ class DiffusionSampling(SamplingConfig):
     width: Positive | None = None
     shift: Annotated[float, Field(gt=0)] | None = Field(None, description="of the schedule; null = the scheduler's")
     negative_prompt: str = ""
-    max_sequence_length: Positive | None = Field(None, description="text tokens; null = as the family's pipeline is called")
+    max_sequence_length: Positive | None = Field(
+        None, description="text tokens; null = as the family's pipeline is called"
+    )
     same_noise: bool = Field(False, description="one initial noise for all rows of a group")
     logprob_mode: Literal["guided", "cond"] = Field(
         "guided", description="cond: log_prob uses the conditional branch only"
@@ -202,7 +204,9 @@ class DiffusionAdapter(PolicyAdapter):
             return ddim_step(latents, velocity, sigma, sigma_next, eta=scale)
         if sampling.solver == "flow_sde":
             return flow_sde_step(latents, velocity, sigma, sigma_next, noise_scale=scale, sigma_max=sigma_max)
-        raise UserError("solver 'ode' has no stochastic transition: set sampling.solver to flow_sde, dance_sde, cps or ddim")
+        raise UserError(
+            "solver 'ode' has no stochastic transition: set sampling.solver to flow_sde, dance_sde, cps or ddim"
+        )
 
     @torch.no_grad()
     def sample(

@@ -38,9 +38,7 @@ class Lumina2Adapter(PipelineAdapter):
     def blocks(cls, net: Mapping[str, Any], *, image_tokens: int, text_tokens: int) -> BlockShape:
         """Refiners counted as blocks."""
         layers = net["num_layers"] + 2 * net["num_refiner_layers"]
-        return BlockShape(
-            layers=layers, width=net["hidden_size"], image_tokens=image_tokens, text_tokens=text_tokens
-        )
+        return BlockShape(layers=layers, width=net["hidden_size"], image_tokens=image_tokens, text_tokens=text_tokens)
 
     def shift_tokens(self, sampling: DiffusionSampling) -> int:
         """The pipeline counts channels here, where others count tokens."""

@@ -34,7 +34,9 @@ class SanaAdapter(PipelineAdapter):
         return int(2 ** (len(vae["encoder_block_out_channels"]) - 1))
 
     @classmethod
-    def meta_call(cls, net: Mapping[str, Any], size: tuple[int, int], text_tokens: int, **tensor: Any) -> dict[str, Any]:
+    def meta_call(
+        cls, net: Mapping[str, Any], size: tuple[int, int], text_tokens: int, **tensor: Any
+    ) -> dict[str, Any]:
         """One sequence."""
         return {
             "hidden_states": torch.empty(1, net["in_channels"], *size, **tensor),

@@ -13,8 +13,8 @@ from visual_grpo.adapters.unet import UNetAdapter
 class SDXLAdapter(UNetAdapter):
     """Adapter of diffusers' `StableDiffusionXLPipeline`.
 
-    An empty text is all zeros where the pipeline says so (`force_zeros_for_empty_prompt`, as in SDXL-base), which is how diffusers
-    calls it without a negative prompt.
+    An empty text is all zeros where the pipeline says so (`force_zeros_for_empty_prompt`, as in SDXL-base): so diffusers does
+    without a negative prompt.
     """
 
     pipeline_class = "StableDiffusionXLPipeline"

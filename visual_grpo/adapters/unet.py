@@ -57,7 +57,9 @@ class UNetAdapter(PipelineAdapter):
         super().__init__(pipeline, sampling)
         self.scheduler = ddim_scheduler(pipeline.scheduler.config)
         if getattr(pipeline.unet.config, "time_cond_proj_dim", None) is not None:
-            raise UserError("this UNet takes its guidance scale as an input (a consistency model); no adapter trains those")
+            raise UserError(
+                "this UNet takes its guidance scale as an input (a consistency model); no adapter trains those"
+            )
         self.levels = flow_level(self.scheduler.alphas_cumprod.double())
         """[1000] float64, noise level of each training step, rising."""
 
@@ -82,7 +84,9 @@ class UNetAdapter(PipelineAdapter):
             raise UserError("sampling.shift belongs to flow-matching models; leave it out for this one")
         most = self.scheduler.config.num_train_timesteps
         if sampling.steps > most:
-            raise UserError(f"sampling.steps ({sampling.steps}) must be at most {most}, the steps this model was trained on")
+            raise UserError(
+                f"sampling.steps ({sampling.steps}) must be at most {most}, the steps this model was trained on"
+            )
         self.scheduler.set_timesteps(sampling.steps)
         last = flow_level(torch.as_tensor(self.scheduler.final_alpha_cumprod).double())
         return torch.cat([self.levels[self.scheduler.timesteps.cpu()], last.view(1)]).to(self.step_dtype)
@@ -127,7 +131,9 @@ class UNetAdapter(PipelineAdapter):
         return (after - 1) + (sigma - low) / (high - low)
 
     @classmethod
-    def meta_call(cls, net: Mapping[str, Any], size: tuple[int, int], text_tokens: int, **tensor: Any) -> dict[str, Any]:
+    def meta_call(
+        cls, net: Mapping[str, Any], size: tuple[int, int], text_tokens: int, **tensor: Any
+    ) -> dict[str, Any]:
         """One sequence; a UNet has no equal blocks that could be counted."""
         call: dict[str, Any] = {
             "sample": torch.empty(1, net["in_channels"], *size, **tensor),
@@ -147,14 +153,18 @@ def ddim_scheduler(config: Mapping[str, Any]) -> Any:
     """DDIM with the alphas, spacing and prediction type of a scheduler's config.
 
     Raises:
-        UserError: it predicts neither noise nor v, or changes the predicted image on the way (those steps are no Gaussian of ours).
+        UserError: it predicts neither noise nor v, or cuts the predicted image off on the way.
     """
     from diffusers import DDIMScheduler
 
     kind = config.get("prediction_type", "epsilon")
     if kind not in ("epsilon", "v_prediction"):
-        raise UserError(f"the pipeline's scheduler has prediction_type {kind!r}; this adapter knows epsilon and v_prediction")
+        raise UserError(
+            f"the pipeline's scheduler has prediction_type {kind!r}; this adapter knows epsilon and v_prediction"
+        )
     for name in ("clip_sample", "thresholding"):
         if config.get(name):
-            raise UserError(f"the pipeline's scheduler has {name}=true, which cuts predicted latents off; set it to false")
+            raise UserError(
+                f"the pipeline's scheduler has {name}=true, which cuts predicted latents off; set it to false"
+            )
     return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False)
