@@ -392,6 +392,7 @@ def test_one_step_of_training(build: Any, tmp_path: Path, family: str, method: A
 
     build(family).save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a cat\ntwo dogs\nred\n")
+    (tmp_path / "heldout.txt").write_text("a dog\nblue\n")
     result = vg.train(
         {
             "name": family,
@@ -401,7 +402,14 @@ def test_one_step_of_training(build: Any, tmp_path: Path, family: str, method: A
             "rewards": {"brightness": 1.0},
             "sampling": {**size_of(family), "steps": 3, **sampling},
             "train": {"steps": 1, "prompts_per_step": 2, "group_size": 2, "micro_batch": 4, "ema": None},
-            "eval": {"every": 0, "samples": 2, "final_samples": 2, "batch": 2, "grid": 2},
+            "eval": {
+                "source": str(tmp_path / "heldout.txt"),
+                "every": 0,
+                "samples": 2,
+                "final_samples": 2,
+                "batch": 2,
+                "grid": 2,
+            },
         },
         out=tmp_path / "run",
     )
