@@ -39,6 +39,7 @@ def guess_family(path: str) -> str:
         UserError: no marker; say which family it is.
     """
     from visual_grpo.adapters.paths import resolve_model_path
+    from visual_grpo.adapters.published import published
 
     for marker in ("model_index.json", "config.json"):
         try:
@@ -50,14 +51,25 @@ def guess_family(path: str) -> str:
         if marker == "config.json":
             return "text_lm"
         kind = json.loads((folder / marker).read_text(encoding="utf-8")).get("_class_name")
-        if kind == "StableDiffusion3Pipeline":
-            return "sd3"
+        if (name := _family_of(kind)) is not None:
+            return name
         raise UserError(f"no adapter is known for the pipeline class {kind!r} of {path!r}; give family=NAME")
+    known = published(path)
+    if known is not None and (name := _family_of(known["class"])) is not None:
+        return name
     if "stable-diffusion-3" in path:
         return "sd3"
     raise UserError(
         f"cannot tell the family of model {path!r}; check the path, or give family=NAME (visual-grpo list models)"
     )
+
+
+def _family_of(pipeline_class: str | None) -> str | None:
+    """The built-in adapter of a diffusers pipeline class."""
+    from visual_grpo.adapters import TABLE
+
+    found = (name for name in TABLE if getattr(ADAPTERS.get(name), "pipeline_class", "") == pipeline_class)
+    return next(found, None)
 
 
 def load_generator(

@@ -86,6 +86,18 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_fast_sd35_medium_geneval",
         "Flow-GRPO-Fast on SD3.5-medium, no guidance",
     ),
+    "flow_grpo_sd35_large_geneval": (
+        "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_sd35_large_geneval",
+        "Flow-GRPO on SD3.5-large, GenEval",
+    ),
+    "flow_grpo_flux1_dev_pickscore": (
+        "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_flux1_dev_pickscore",
+        "Flow-GRPO on FLUX.1-dev, PickScore",
+    ),
+    "flow_grpo_sdxl_base_pickscore": (
+        "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_sdxl_base_pickscore",
+        "Flow-GRPO on SDXL-base, DDIM transitions, PickScore",
+    ),
     "grpo_text_tiny": ("visual_grpo.pipelines.text.grpo:grpo_text_tiny", "GRPO on the tiny LM's arithmetic"),
     "grpo_deepseekmath_7b": (
         "visual_grpo.pipelines.text.grpo:grpo_deepseekmath_7b",

@@ -257,8 +257,9 @@ def export_lora(policy: Policy, path: Path) -> None:
         from diffusers.loaders.lora_base import LoraBaseMixin
         from diffusers.utils.peft_utils import set_adapter_layers  # noqa: F401  (fails early where diffusers has no peft backend)
 
-        metadata = {f"transformer.{k}": v for k, v in config.to_dict().items()}
-        tensors = {f"transformer.{k}": v.detach().cpu().contiguous() for k, v in layers.items()}
+        part = policy.adapter.component
+        metadata = {f"{part}.{k}": v for k, v in config.to_dict().items()}
+        tensors = {f"{part}.{k}": v.detach().cpu().contiguous() for k, v in layers.items()}
         LoraBaseMixin.write_lora_layers(
             state_dict=tensors,
             save_directory=str(path),

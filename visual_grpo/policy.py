@@ -66,7 +66,7 @@ def apply_lora(adapter: PolicyAdapter, path: Path) -> None:
         if adapter.library == "diffusers":
             pipeline: Any = adapter.pipeline  # type: ignore[attr-defined]
             pipeline.load_lora_weights(str(path))
-            if "transformer" not in pipeline.get_list_adapters():  # told in a log line only
+            if adapter.component not in pipeline.get_list_adapters():  # told in a log line only
                 raise ValueError("none of its layers belongs to this model")
             return
         from peft import PeftModel

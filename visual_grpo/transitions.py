@@ -172,15 +172,48 @@ def cps_step(
     latents, flow = _wide(x, velocity)
     level, next_level = _levels(latents, sigma, sigma_next)
     angle = noise_scale * math.pi / 2
-    clean = latents - per_row(level, latents) * flow
-    noise = latents + per_row(1 - level, latents) * flow
-    mean = clean * per_row(1 - next_level, latents) + noise * per_row(next_level * math.cos(angle), latents)
     return Transition(
-        mean=mean,
+        mean=_mixed(latents, flow, level, next_level, next_level * math.cos(angle)),
         std=next_level * math.sin(angle),
         kl_factor=torch.ones_like(level),
         log_prob_form="squared_error",
     )
+
+
+def _mixed(latents: Tensor, flow: Tensor, level: Tensor, next_level: Tensor, noise_weight: Tensor) -> Tensor:
+    """`(1 - next_level) x0 + noise_weight noise` with the image and the noise that the velocity predicts."""
+    clean = latents - per_row(level, latents) * flow
+    noise = latents + per_row(1 - level, latents) * flow
+    return clean * per_row(1 - next_level, latents) + noise * per_row(noise_weight, latents)
+
+
+def ddim_step(
+    x: Tensor, velocity: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, eta: float
+) -> Transition:
+    """Step of DDIM (arXiv 2010.02502) with noise `eta`, as DDPO and DanceGRPO train it; 1 is ancestral (DDPM) sampling.
+
+    `std = eta sigma_next sqrt(1 - snr / snr_next)` with `snr = ((1 - sigma) / sigma)^2`, `mean = (1 - sigma_next) x0 +
+    sqrt(sigma_next^2 - std^2) noise`, with x0 and noise as predicted. It is DDIM's equation 12 in other units: latents
+    `sqrt(alpha) x0 + sqrt(1 - alpha) noise` of a variance-preserving model, divided by `c = sqrt(alpha) + sqrt(1 - alpha)`, are
+    ours at `sigma = sqrt(1 - alpha) / c`. The log-density per dimension is larger than in those units by `log c_next`, which no
+    ratio and no gradient sees.
+
+    `eta` is in [0, 1]; 0 is the ODE step (std 0, no log-prob), and so is a step to sigma_next = 0. Other arguments, result and
+    errors as in `flow_sde_step`.
+
+    Example:
+        >>> step = ddim_step(torch.ones(1, 4), torch.zeros(1, 4), 0.5, 0.25, eta=0.6)
+        >>> round(float(step.std), 6)  # 0.6 * 0.25 * sqrt(1 - 1 / 9)
+        0.141421
+    """
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta of a DDIM step must be in [0, 1], got {eta}")
+    latents, flow = _wide(x, velocity)
+    level, next_level = _levels(latents, sigma, sigma_next)
+    quotient = ((1 - level) * next_level / (level * (1 - next_level))).square()
+    share = eta * (1 - quotient).clamp(min=0).sqrt()
+    mean = _mixed(latents, flow, level, next_level, next_level * (1 - share.square()).clamp(min=0).sqrt())
+    return Transition(mean=mean, std=next_level * share, kl_factor=torch.ones_like(level))
 
 
 def reduce_dimensions(values: Tensor, reduction: Reduction, channel_dim: int = 1) -> Tensor:

@@ -13,6 +13,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.eval.benchmarks.ocr_batch:run",
         "OCR of test cards: batches against one call an image, images a second and equal texts.",
     ),
+    "step_memory": (
+        "visual_grpo.eval.benchmarks.step_memory:run",
+        "What autograd holds in a Flow-GRPO step of 5, 10, 20 and 40 denoising steps.",
+    ),
     "text_step_vs_trl": (
         "visual_grpo.eval.benchmarks.text_step_vs_trl:run",
         "One GRPO step of text_lm against TRL's GRPOTrainer: time by phase, memory, losses.",

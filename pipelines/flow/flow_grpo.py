@@ -63,7 +63,7 @@ class FlowGrpo(Method[FlowGrpoConfig]):
         """The sampler must be stochastic and hold the window."""
         if sampling.solver == "ode":
             raise UserError(
-                "flow_grpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde or cps"
+                "flow_grpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde, cps or ddim"
             )
         if self.config.window is not None:
             self._window(sampling.steps, None)
@@ -221,6 +221,87 @@ def flow_grpo_sd35_medium_pickscore() -> RunConfig:
         "Flow-GRPO on SD3.5-medium, PickScore",
         "pickscore",
         **_paper(0.01),
+    )
+
+
+def flow_grpo_sd35_large_geneval() -> RunConfig:
+    """Flow-GRPO on SD3.5-large: the settings of SD3.5-medium, which the paper trains; smaller micro-batches, checkpointing."""
+    paper = _paper(0.04)
+    return sd35_medium(
+        "flow_grpo_sd35_large_geneval",
+        "flow_grpo",
+        "Flow-GRPO on SD3.5-large, GenEval",
+        "geneval",
+        model=ModelConfig(
+            adapter="sd3",
+            path="stabilityai/stable-diffusion-3.5-large",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=32, alpha=64),
+            gradient_checkpointing=True,
+        ),
+        rewards={"geneval": RewardConfig(params={"mode": "partial", "detector": "mask2former"})},
+        **paper | {"train": paper["train"].model_copy(update={"micro_batch": 3, "rollout_batch": 24})},
+    )
+
+
+def flow_grpo_flux1_dev_pickscore() -> RunConfig:
+    """Flow-GRPO on FLUX.1-dev, PickScore: 6 steps, noise 0.9, guidance 3.5 as an input, LoRA rank 64, no KL."""
+    paper = _paper(0.0)
+    return sd35_medium(
+        "flow_grpo_flux1_dev_pickscore",
+        "flow_grpo",
+        "Flow-GRPO on FLUX.1-dev, PickScore",
+        "pickscore",
+        model=ModelConfig(
+            adapter="flux",
+            path="black-forest-labs/FLUX.1-dev",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=64, alpha=128),
+            gradient_checkpointing=True,
+        ),
+        sampling={"steps": 6, "embedded_guidance": 3.5, "noise_scale": 0.9},
+        eval=EvalConfig(
+            source="data/pickscore/test.jsonl",
+            every=30,
+            samples=480,
+            final_samples=2048,
+            batch=16,
+            sampling={"steps": 28},
+        ),
+        **paper | {"train": paper["train"].model_copy(update={"micro_batch": 3, "rollout_batch": 24})},
+    )
+
+
+def flow_grpo_sdxl_base_pickscore() -> RunConfig:
+    """Flow-GRPO on SDXL-base, PickScore, on DDIM's transitions with eta 1 and guidance 5, as DanceGRPO samples SD1.4.
+
+    No paper trains SDXL so: steps, micro-batches and learning rate are our choice, all else is Flow-GRPO's.
+    """
+    paper = _paper(0.01)
+    optimizer = OptimizerConfig(lr=1e-4, weight_decay=1e-4)
+    return RunConfig(
+        name="flow_grpo_sdxl_base_pickscore",
+        summary="Flow-GRPO on SDXL-base with DDIM transitions, PickScore",
+        method=["flow_grpo"],
+        model=ModelConfig(
+            adapter="sdxl",
+            path="stabilityai/stable-diffusion-xl-base-1.0",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=32, alpha=64),
+            gradient_checkpointing=True,
+        ),
+        data=DataConfig(source="data/pickscore/train.jsonl"),
+        rewards={"pickscore": RewardConfig()},
+        sampling={"steps": 20, "guidance": 5.0, "solver": "ddim", "noise_scale": 1.0},
+        eval=EvalConfig(
+            source="data/pickscore/test.jsonl",
+            every=30,
+            samples=480,
+            final_samples=2048,
+            batch=16,
+            sampling={"steps": 30},
+        ),
+        **paper | {"train": paper["train"].model_copy(update={"micro_batch": 4, "optimizer": optimizer})},
     )
 
 

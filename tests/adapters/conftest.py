@@ -35,6 +35,12 @@ def tiny_sd3() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def tiny_pipelines() -> ModuleType:
+    """Builders of random pipelines of the other diffusers families (tiny_pipelines.py)."""
+    return _helper("tiny_pipelines")
+
+
+@pytest.fixture(scope="session")
 def tiny_text() -> ModuleType:
     """A random Qwen3 with its tokenizer, and what tests of text models share (tiny_text.py)."""
     return _helper("tiny_text")

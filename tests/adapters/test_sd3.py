@@ -12,7 +12,8 @@ from visual_grpo.adapters import memory
 from visual_grpo.adapters.diffusion import DiffusionSampling
 from visual_grpo.adapters.noise import row_noise
 from visual_grpo.adapters.paths import packaged_folder, resolve_model_path
-from visual_grpo.adapters.sd3 import SD3Adapter, published
+from visual_grpo.adapters.published import published
+from visual_grpo.adapters.sd3 import SD3Adapter
 from visual_grpo.config import LoraConfig, ModelConfig
 from visual_grpo.errors import UserError
 from visual_grpo.types import RolloutBatch

@@ -83,6 +83,11 @@ def test_published_hyperparameters() -> None:
     assert (gspo.ratio.level, gspo.ratio.clip_low, gspo.ratio.clip_high) == ("sequence", 3e-4, 4e-4)
     dr = plan("dr_grpo_qwen2_5_math_7b").config
     assert (dr.advantage.std, dr.loss.aggregation, dr.sampling["max_new_tokens"]) == ("none", "fixed_length", 3000)
+    flux = plan("flow_grpo_flux1_dev_pickscore").config
+    assert (flux.sampling["steps"], flux.sampling["noise_scale"], flux.sampling["embedded_guidance"]) == (6, 0.9, 3.5)
+    assert flux.model.lora is not None
+    assert (flux.model.lora.rank, flux.model.lora.alpha, flux.kl.beta) == (64, 128, 0.0)
+    assert flux.eval.sampling["steps"] == 28
     grpo = plan("grpo_deepseekmath_7b").config
     assert (grpo.kl.beta, grpo.kl.estimator, grpo.train.group_size) == (0.04, "k3", 64)
 

@@ -13,4 +13,9 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.adapters.text_lm:TextLMAdapter",
         "any AutoModelForCausalLM, with a chat template or plain text",
     ),
+    "flux": ("visual_grpo.adapters.flux:FluxAdapter", "any FluxPipeline: FLUX.1-dev, -schnell"),
+    "sdxl": ("visual_grpo.adapters.sdxl:SDXLAdapter", "any StableDiffusionXLPipeline base model"),
+    "sana": ("visual_grpo.adapters.sana:SanaAdapter", "any SanaPipeline: SANA 0.6B, 1.6B, SANA-1.5"),
+    "lumina2": ("visual_grpo.adapters.lumina2:Lumina2Adapter", "any Lumina2Pipeline: Lumina-Image 2.0"),
+    "sd15": ("visual_grpo.adapters.sd15:SD15Adapter", "any StableDiffusionPipeline: SD 1.x, 2.x"),
 }

@@ -26,6 +26,7 @@ from visual_grpo.transitions import (
     Transition,
     cps_step,
     dance_sde_step,
+    ddim_step,
     flow_sde_step,
     interpolate,
     ode_step,
@@ -42,13 +43,17 @@ class DiffusionSampling(SamplingConfig):
 
     steps: Positive = 10
     guidance: Annotated[float, Field(ge=0)] = Field(1.0, description="u + guidance * (c - u); 1 = none, one forward")
-    solver: Literal["ode", "flow_sde", "dance_sde", "cps"] = Field("flow_sde", description="of the stochastic steps")
-    noise_scale: Annotated[float, Field(gt=0)] = Field(0.7, description="0.7 flow_sde, 0.3 dance_sde, 0.8 cps")
+    solver: Literal["ode", "flow_sde", "dance_sde", "cps", "ddim"] = Field(
+        "flow_sde", description="of the stochastic steps"
+    )
+    noise_scale: Annotated[float, Field(gt=0)] = Field(0.7, description="0.7 flow_sde, 0.3 dance_sde, 0.8 cps, 1 ddim")
     height: Positive | None = Field(None, description="pixels; null = the model's default")
     width: Positive | None = None
     shift: Annotated[float, Field(gt=0)] | None = Field(None, description="of the schedule; null = the scheduler's")
     negative_prompt: str = ""
-    max_sequence_length: Positive | None = Field(None, description="text tokens; null = the tokenizer's, at most 256")
+    max_sequence_length: Positive | None = Field(
+        None, description="text tokens; null = as the family's pipeline is called"
+    )
     same_noise: bool = Field(False, description="one initial noise for all rows of a group")
     logprob_mode: Literal["guided", "cond"] = Field(
         "guided", description="cond: log_prob uses the conditional branch only"
@@ -64,8 +69,8 @@ class DiffusionSampling(SamplingConfig):
 
     @model_validator(mode="after")
     def _noise_scale_fits(self) -> DiffusionSampling:
-        if self.solver == "cps" and self.noise_scale > 1:
-            raise ValueError(f"noise_scale of solver 'cps' must be at most 1, got {self.noise_scale}")
+        if self.solver in ("cps", "ddim") and self.noise_scale > 1:
+            raise ValueError(f"noise_scale of solver {self.solver!r} must be at most 1, got {self.noise_scale}")
         return self
 
     @property
@@ -88,6 +93,8 @@ class DiffusionAdapter(PolicyAdapter):
     Sampling = DiffusionSampling
     channel_dim: ClassVar[int] = 1
     """Dimension of the channels in [N, *latent]; -1 for packed latents."""
+    wide_input: ClassVar[bool] = False
+    """Whether `predict_velocity` gets the latents in `step_dtype` and rounds them itself."""
     sampling: DiffusionSampling
     """Used for rollouts that hold no `shared["sampling"]` (data-set rows)."""
 
@@ -117,6 +124,14 @@ class DiffusionAdapter(PolicyAdapter):
     def noise_levels(self, sampling: DiffusionSampling) -> Tensor:
         """Levels [steps + 1] from 1 to 0; a family sets its default shift, or another schedule."""
         return flow_match_sigmas(sampling.steps, sampling.shift or 1.0, dtype=self.step_dtype)
+
+    def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
+        """Latents at the first level `sigma` [] from standard normal `noise` [n, *latent]."""
+        return noise
+
+    def clean_latents(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Finished latents from those at the last level `sigma` [], which is 0 but for some schedules."""
+        return latents
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +176,7 @@ class DiffusionAdapter(PolicyAdapter):
         steps = [int(unit) for unit in units]
         if steps and sampling.solver == "ode":
             raise UserError(f"solver 'ode' has no stochastic steps, but {steps} are to be trained: set sampling.solver")
-        end = sampling.steps - (sampling.solver == "cps")  # the last CPS step has no noise
+        end = sampling.steps - (sampling.solver in ("cps", "ddim"))  # their last step has no noise
         if steps != sorted(set(steps)) or (steps and not 0 <= steps[0] <= steps[-1] < end):
             raise UserError(
                 f"trained steps {steps} must be distinct, ascending and within 0..{end - 1} "
@@ -185,9 +200,13 @@ class DiffusionAdapter(PolicyAdapter):
             return dance_sde_step(latents, velocity, sigma, sigma_next, noise_scale=scale)
         if sampling.solver == "cps":
             return cps_step(latents, velocity, sigma, sigma_next, noise_scale=scale)
+        if sampling.solver == "ddim":
+            return ddim_step(latents, velocity, sigma, sigma_next, eta=scale)
         if sampling.solver == "flow_sde":
             return flow_sde_step(latents, velocity, sigma, sigma_next, noise_scale=scale, sigma_max=sigma_max)
-        raise UserError("solver 'ode' has no stochastic transition: set sampling.solver to flow_sde, dance_sde or cps")
+        raise UserError(
+            "solver 'ode' has no stochastic transition: set sampling.solver to flow_sde, dance_sde, cps or ddim"
+        )
 
     @torch.no_grad()
     def sample(
@@ -208,7 +227,7 @@ class DiffusionAdapter(PolicyAdapter):
             torch.arange(count, device=self.device)
         )
         ids, stream = (prompts.group_ids, "initial/group") if options.same_noise else (prompts.row_ids, "initial")
-        latents = row_noise(seed, ids, shape, stream).to(**run)
+        latents = self.first_latents(row_noise(seed, ids, shape, stream).to(**run), sigmas[0])
         noise = row_noise(seed, prompts.row_ids, (len(steps), *shape), "steps").to(**run)
         stored = torch.empty(2, count, len(steps), *shape, **run)
         values = []
@@ -224,7 +243,7 @@ class DiffusionAdapter(PolicyAdapter):
             latents = move.sample(noise[:, slot])
             stored[1, :, slot] = latents
             values.append(transition_log_prob(move, latents, options.reduction, channel_dim=self.channel_dim))
-        data: dict[str, Any] = {"final": latents}
+        data: dict[str, Any] = {"final": self.clean_latents(latents, sigmas[-1])}
         if steps:
             data |= {"latents": stored[0], "next_latents": stored[1]}
         return RolloutBatch(
@@ -266,15 +285,15 @@ class DiffusionAdapter(PolicyAdapter):
 
     # ---- inner --------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _checked(sampling: SamplingConfig) -> DiffusionSampling:
-        if not isinstance(sampling, DiffusionSampling):
-            raise UserError(f"a diffusion model needs DiffusionSampling options, got {type(sampling).__name__}")
+    @classmethod
+    def _checked(cls, sampling: SamplingConfig) -> DiffusionSampling:
+        if not isinstance(sampling, cls.Sampling) or not isinstance(sampling, DiffusionSampling):
+            raise UserError(f"{cls.__name__} needs {cls.Sampling.__name__} options, got {type(sampling).__name__}")
         return sampling
 
     def _velocity(self, latents: Tensor, sigma: Tensor, inputs: NetworkInputs, options: DiffusionSampling) -> Tensor:
         """Velocity [n, *latent] of latents [n, *latent] at sigma [n], with guidance where `inputs` has both branches."""
-        x = latents.to(self.network_dtype)
+        x = latents if self.wide_input else latents.to(self.network_dtype)
         if inputs.doubled:
             both = self.predict_velocity(torch.cat([x, x]), torch.cat([sigma, sigma]), inputs.tensors).to(latents.dtype)
             free, bound = both.chunk(2)

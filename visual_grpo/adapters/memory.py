@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from visual_grpo.config import ModelConfig
 
@@ -103,6 +106,86 @@ def transformer_activation_bytes(
     if extra:
         note += f", and {per_extra} widths for each second attention"
     return sequences * shape.width * widths * element_size, note
+
+
+def measured_activation_bytes(module: nn.Module, call: Mapping[str, Any], *, recomputed: Sequence[str] = ()) -> int:
+    """Measure what the backward pass of one call keeps, without weights: nothing is computed on the meta device.
+
+    Attention counts as its fused kernels do: query, key, value and output, no matrix of tokens by tokens.
+
+    Args:
+        module: on the meta device; what its `requires_grad` flags train decides what is kept.
+        call: its arguments, tensors on the meta device.
+        recomputed: class names of the parts that gradient checkpointing computes again; of those the inputs are kept, and the
+            whole of the largest one.
+
+    Returns:
+        Bytes beside weights and arguments.
+    """
+    kept = _Kept({p.untyped_storage()._cdata for p in module.parameters()})
+    hooks = [
+        hook
+        for part in module.modules()
+        if type(part).__name__ in recomputed
+        for hook in (part.register_forward_pre_hook(kept.enter), part.register_forward_hook(kept.leave))
+    ]
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.add, lambda x: x), _FusedAttention():
+            module(**call)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept.outside + sum(kept.inputs) + max(kept.parts, default=0)
+
+
+class _Kept:
+    """Counts storages that autograd saves, each once: outside the recomputed parts, and inside each of them."""
+
+    def __init__(self, weights: set[int]) -> None:
+        self.seen: dict[int, Tensor] = {}  # the tensors too: a freed storage's address may come back
+        self.weights = weights
+        self.outside, self.inputs, self.parts = 0, [0], [0]
+        self.inside = False
+
+    def add(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.seen and storage._cdata not in self.weights:
+            self.seen[storage._cdata] = tensor
+            if self.inside:
+                self.parts[-1] += storage.nbytes()
+            else:
+                self.outside += storage.nbytes()
+        return tensor
+
+    def enter(self, part: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self.inside = True
+        self.inputs.append(arguments[0].nbytes)
+        self.parts.append(0)
+
+    def leave(self, part: nn.Module, arguments: Any, output: Any) -> None:
+        self.inside = False
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as its fused kernels save it; the meta device has only the plain one, which keeps the matrix."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            given = dict(kwargs or {}) | dict(zip(("query", "key", "value"), args, strict=False))
+            return _Attention.apply(given["query"], given["key"], given["value"])
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    """Shapes of attention and what it saves; it has no values and no backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out)
+        return out
 
 
 def diffusion_rollout_bytes(rows: int, units: int, latent_elements: int, *, element_size: int = 4) -> int:

@@ -53,6 +53,8 @@ class PolicyAdapter(ABC):
     kind: ClassVar[Kind]
     library: ClassVar[Literal["diffusers", "transformers", "torch"]]
     """Which plain library must be able to read an exported LoRA or model."""
+    component: ClassVar[str] = "transformer"
+    """In a diffusers pipeline: name of the trained network, and prefix of its layers in an exported LoRA."""
     unit_kinds: ClassVar[frozenset[UnitKind]]
     """The units that `log_prob` can replay."""
     Sampling: ClassVar[type[SamplingConfig]]
