@@ -54,9 +54,9 @@ class DanceGrpo(Method[DanceGrpoConfig]):
 
     def check(self, run: RunConfig, sampling: Any) -> None:
         """The sampler must be stochastic, and a step be left."""
-        if sampling.solver == "ode":
+        if sampling.solver in ("ode", "dpm"):
             raise UserError(
-                "dancegrpo trains noisy steps, but sampling.solver is 'ode'; use dance_sde, flow_sde or cps"
+                f"dancegrpo trains noisy steps, but sampling.solver is {sampling.solver!r}; use dance_sde, flow_sde or cps"
             )
         if self.units_per_row(sampling) < 1:
             raise UserError(

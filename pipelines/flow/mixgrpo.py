@@ -117,8 +117,10 @@ class MixGrpo(Method[MixGrpoConfig]):
 
     def check(self, run: RunConfig, sampling: Any) -> None:
         """The sampler must be stochastic, and the range leave the last step out."""
-        if sampling.solver == "ode":
-            raise UserError("mixgrpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde or cps")
+        if sampling.solver in ("ode", "dpm"):
+            raise UserError(
+                f"mixgrpo trains noisy steps, but sampling.solver is {sampling.solver!r}; use flow_sde, dance_sde or cps"
+            )
         high = self._high(sampling)
         if not 1 <= high <= sampling.steps - 1:
             raise UserError(

@@ -343,3 +343,45 @@ def test_the_tail_changes_the_rest_alone(make: Any) -> None:
     assert torch.equal(found[0]["next_latents"], found[1]["next_latents"])
     apart = (found[0]["final"] - found[1]["final"]).abs().max()
     assert 0 < float(apart) < 0.1
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_published_hyperparameters() -> None:
+    """The card's table, here on SD3.5-medium."""
+    mix = plan("mixgrpo_sd35_medium").config
+    assert mix.method == [{"mixgrpo": {}}]
+    assert (mix.sampling["steps"], mix.sampling["solver"], mix.sampling["noise_scale"]) == (25, "flow_sde", 0.7)
+    assert (mix.sampling["schedule"], mix.sampling["shift"], mix.sampling["same_noise"]) == ("linear", 3.0, True)
+    assert (mix.train.prompts_per_step, mix.train.group_size, mix.train.updates_per_step) == (32, 12, 4)
+    assert list(mix.rewards) == ["hps_v2", "image_reward", "pickscore"]
+    dance = plan("dancegrpo_sd35_medium").config
+    assert (dance.sampling["steps"], dance.sampling["solver"], dance.sampling["noise_scale"]) == (16, "dance_sde", 0.3)
+    assert (dance.train.prompts_per_step, dance.train.group_size, dance.train.updates_per_step) == (16, 12, 3)
+    assert (
+        plan("dancegrpo_sd35_medium").stack.methods["dancegrpo"].units_per_row(plan("dancegrpo_sd35_medium").sampling)
+        == 9
+    )
+    best = plan("dancegrpo_best_of_n_sd35_medium").config
+    assert (best.train.group_size, best.method[1]) == (24, {"best_of_n": {"keep": 8}})
+    for config in (mix, dance, best):
+        assert (config.advantage.scope, config.advantage.std, config.advantage.eps) == ("group", "bessel", 1e-8)
+        assert (config.advantage.clip, config.advantage.drop_flat, config.combine.how) == (
+            5.0,
+            False,
+            "sum_of_advantages",
+        )
+        assert (config.ratio.clip_low, config.ratio.clip_high, config.kl.beta) == (1e-4, 1e-4, 0.0)
+        optimizer = config.train.optimizer
+        assert (optimizer.lr, optimizer.weight_decay, optimizer.grad_norm, config.train.steps) == (1e-5, 1e-4, 1.0, 300)
+        assert config.model.lora is None
+
+
+def test_tiny_recipes_are_evaluated_by_one_sampler() -> None:
+    """Else their held-out scores could not be compared with those of `flow_grpo_tiny`."""
+    names = ("mixgrpo_tiny", "mixgrpo_flash_tiny", "dancegrpo_tiny", "dancegrpo_best_of_n_tiny")
+    ignored = {"noise_scale", "tail_ratio"}  # of noisy steps, which an evaluation has none of
+    wanted = plan("flow_grpo_tiny").eval_sampling.model_dump(exclude=ignored)
+    for name in names:
+        assert plan(name).eval_sampling.model_dump(exclude=ignored) == wanted, name
