@@ -20,7 +20,7 @@ from visual_grpo.eval.benchmarks.flow_methods import run, summarise, table, time
 
 def toy(folder: Path) -> dict[str, Any]:
     """Overrides that put a tiny recipe on the toy model."""
-    config = flow_config(folder, "grpo", train={"units_per_pass": 1})
+    config = flow_config(folder, "grpo")
     chosen = {key: config[key] for key in ("model", "data", "rewards", "train")}
     del chosen["train"]["ema"]
     return chosen | {"sampling": {"steps": 4}, "eval": {"source": config["eval"]["source"]}}
