@@ -206,7 +206,7 @@ def _steps(name: str, settings: Mapping[str, Any], folder: Path) -> int:
 def time_to(points: Sequence[Mapping[str, Any]], score: str, target: float) -> float | None:
     """Training seconds until `score` first reaches `target`, between two evaluations by a straight line; None if never.
 
-    >>> time_to([{"seconds": 0, "metrics": {"s": 0.2}}, {"seconds": 10, "metrics": {"s": 0.4}}], "s", 0.3)
+    >>> time_to([{"seconds": 0, "metrics": {"s": 0.25}}, {"seconds": 10, "metrics": {"s": 0.75}}], "s", 0.5)
     5.0
     """
     before = None
