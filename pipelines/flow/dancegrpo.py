@@ -16,7 +16,15 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from visual_grpo.config import EmaConfig, KlConfig, ModelConfig, OptimizerConfig, RewardConfig, RunConfig, TrainConfig
+from visual_grpo.config import (
+    EmaConfig,
+    KlConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RunConfig,
+    TrainConfig,
+)
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs, rollout_seed
 from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
@@ -116,17 +124,17 @@ def dancegrpo_best_of_n_tiny() -> RunConfig:
     )
 
 
-def paper(prompts: int = 16, *, group_size: int = 12, updates: int = 3, grad_norm: float = 1.0) -> TrainConfig:
-    """Geometry of the published runs: one prompt a device, AdamW 1e-5, 300 steps."""
+def _paper(*, group_size: int = 12, updates: int = 3) -> TrainConfig:
+    """Geometry of the published runs: 16 prompts, AdamW 1e-5, 300 iterations."""
     return TrainConfig(
         steps=300,
-        prompts_per_step=prompts,
+        prompts_per_step=16,
         group_size=group_size,
         updates_per_step=updates,
         micro_batch=1,
         units_per_pass=1,
         rollout_batch=group_size,
-        optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4, grad_norm=grad_norm),
+        optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4),
     )
 
 
@@ -155,7 +163,7 @@ def dancegrpo_sd35_medium() -> RunConfig:
         "dancegrpo_sd35_medium",
         ["dancegrpo"],
         "DanceGRPO on SD3.5-medium with the settings of its FLUX runs",
-        paper(),
+        _paper(),
     )
 
 
@@ -165,5 +173,5 @@ def dancegrpo_best_of_n_sd35_medium() -> RunConfig:
         "dancegrpo_best_of_n_sd35_medium",
         ["dancegrpo", {"best_of_n": {"keep": 8}}],
         "DanceGRPO on SD3.5-medium, trained on the 4 best and 4 worst of 24 samples",
-        paper(group_size=24, updates=2),
+        _paper(group_size=24, updates=2),
     )

@@ -215,18 +215,17 @@ def mixgrpo_flash_tiny() -> RunConfig:
     )
 
 
-def paper(prompts: int = 32, **over: Any) -> dict[str, Any]:
-    """Sections of the published runs: 25 steps of 720 px, 12 images a prompt, 4 updates, AdamW 1e-5, full weights, 300 steps."""
+def _paper() -> dict[str, Any]:
+    """Sections of the published runs: three rewards, 32 prompts x 12 pictures, 4 updates, AdamW 1e-5, 300 iterations."""
     return {
         "rewards": {
             "hps_v2": RewardConfig(),
             "image_reward": RewardConfig(),
             "pickscore": RewardConfig(),
         },
-        "sampling": {"steps": 25, "guidance": 3.5, "height": 720, "width": 720, **over},
         "train": TrainConfig(
             steps=300,
-            prompts_per_step=prompts,
+            prompts_per_step=32,
             group_size=12,
             updates_per_step=4,
             micro_batch=1,
@@ -250,5 +249,6 @@ def mixgrpo_sd35_medium() -> RunConfig:
             dtype="bfloat16",
             gradient_checkpointing=True,
         ),
-        **paper(guidance=4.5, height=512, width=512),
+        sampling={"steps": 25, "guidance": 4.5},
+        **_paper(),
     )

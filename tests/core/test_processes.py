@@ -41,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "method": ["test_processes:Winners"],
     },
     "dapo": {"rewards": {"test_processes:rarely": 1.0}, "method": [{"dapo": {"max_tries": 3, "overlong_cache": 2}}]},
+    "best of n": {"method": [{"best_of_n": {"keep": 4}}], "train": {"updates_per_step": 2}},
     "averaged weights, uneven evaluations": {
         "train": {"ema": {"decay": 0.5, "every": 1}},
         "eval": {"samples": 1, "final_samples": 7, "batch": 2},
