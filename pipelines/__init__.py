@@ -78,6 +78,11 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.mixgrpo:mixgrpo_sd35_medium",
         "MixGRPO on SD3.5-medium, settings of its FLUX runs",
     ),
+    "mixgrpo_flux1_dev": ("visual_grpo.pipelines.flow.mixgrpo:mixgrpo_flux1_dev", "MixGRPO on FLUX.1-dev"),
+    "mixgrpo_flash_flux1_dev": (
+        "visual_grpo.pipelines.flow.mixgrpo:mixgrpo_flash_flux1_dev",
+        "MixGRPO-Flash on FLUX.1-dev",
+    ),
     "dancegrpo_tiny": ("visual_grpo.pipelines.flow.dancegrpo:dancegrpo_tiny", "DanceGRPO on the testbed's scenes"),
     "dancegrpo_best_of_n_tiny": (
         "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_best_of_n_tiny",
@@ -90,6 +95,15 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "dancegrpo_best_of_n_sd35_medium": (
         "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_best_of_n_sd35_medium",
         "DanceGRPO on SD3.5-medium, best and worst samples",
+    ),
+    "dancegrpo_flux1_dev": ("visual_grpo.pipelines.flow.dancegrpo:dancegrpo_flux1_dev", "DanceGRPO on FLUX.1-dev"),
+    "dancegrpo_lora_flux1_dev": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_lora_flux1_dev",
+        "DanceGRPO on FLUX.1-dev, LoRA",
+    ),
+    "dancegrpo_sd15": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_sd15",
+        "DanceGRPO on Stable Diffusion 1.5, DDIM transitions",
     ),
     "flow_grpo_gdpo_tiny": (
         "visual_grpo.pipelines.flow.gdpo:flow_grpo_gdpo_tiny",

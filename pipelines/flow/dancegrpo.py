@@ -17,8 +17,11 @@ import torch
 from pydantic import Field
 
 from visual_grpo.config import (
+    DataConfig,
     EmaConfig,
+    EvalConfig,
     KlConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RewardConfig,
@@ -28,6 +31,7 @@ from visual_grpo.config import (
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs, rollout_seed
 from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
 from visual_grpo.types import PromptBatch, RolloutBatch
 
 
@@ -174,4 +178,61 @@ def dancegrpo_best_of_n_sd35_medium() -> RunConfig:
         ["dancegrpo", {"best_of_n": {"keep": 8}}],
         "DanceGRPO on SD3.5-medium, trained on the 4 best and 4 worst of 24 samples",
         _paper(group_size=24, updates=2),
+    )
+
+
+def dancegrpo_flux1_dev() -> RunConfig:
+    """The paper's run: 9 of 15 steps, HPS v2.1, 16 prompts x 12, full weights."""
+    return flux1_dev(
+        "dancegrpo_flux1_dev",
+        "dancegrpo",
+        "DanceGRPO on FLUX.1-dev",
+        rewards={"hps_v2": RewardConfig()},
+        sampling={"steps": 16},
+        train=_paper(),
+    )
+
+
+def dancegrpo_lora_flux1_dev() -> RunConfig:
+    """The published LoRA run: 6 of 11 steps, rank 128, AdamW 3e-4, one update an iteration."""
+    train = _paper(updates=1)
+    optimizer = train.optimizer.model_copy(update={"lr": 3e-4})
+    return flux1_dev(
+        "dancegrpo_lora_flux1_dev",
+        "dancegrpo",
+        "DanceGRPO on FLUX.1-dev, LoRA of rank 128",
+        lora=LoraConfig(rank=128, alpha=256),
+        rewards={"hps_v2": RewardConfig()},
+        sampling={"steps": 12},
+        train=train.model_copy(update={"steps": 301, "optimizer": optimizer}),
+    )
+
+
+def dancegrpo_sd15() -> RunConfig:
+    """The paper's Stable Diffusion run (there 1.4): DDIM with eta 1, 50 steps, guidance 5, 16 images a prompt, AdamW 1e-5.
+
+    The schedule is the model's own. With guidance there is one update an iteration, as the authors advise.
+    """
+    return RunConfig(
+        name="dancegrpo_sd15",
+        summary="DanceGRPO on Stable Diffusion 1.5, DDIM transitions",
+        method=["dancegrpo"],
+        model=ModelConfig(
+            adapter="sd15",
+            path="stable-diffusion-v1-5/stable-diffusion-v1-5",
+            dtype="bfloat16",
+            gradient_checkpointing=True,
+        ),
+        data=DataConfig(source="data/hpdv2/train.jsonl"),
+        rewards={"hps_v2": RewardConfig()},
+        sampling={
+            "solver": "ddim",
+            "noise_scale": 1.0,
+            "steps": 50,
+            "guidance": 5.0,
+            "schedule": "scheduler",
+            "shift": None,
+        },
+        train=_paper(group_size=16, updates=1),
+        eval=EvalConfig(source="data/hpdv2/test.jsonl", every=50, samples=400, final_samples=400, batch=16),
     )

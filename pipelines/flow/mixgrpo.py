@@ -23,6 +23,7 @@ from visual_grpo.config import (
     EmaConfig,
     EvalConfig,
     KlConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RewardConfig,
@@ -250,5 +251,59 @@ def mixgrpo_sd35_medium() -> RunConfig:
             gradient_checkpointing=True,
         ),
         sampling={"steps": 25, "guidance": 4.5},
+        **_paper(),
+    )
+
+
+def flux1_dev(
+    name: str,
+    method: Any,
+    summary: str,
+    *,
+    sampling: Mapping[str, Any],
+    lora: LoraConfig | None = None,
+    **sections: Any,
+) -> RunConfig:
+    """FLUX.1-dev at 720 px with guidance 3.5 as an input, on HPDv2's prompts; shared by MixGRPO's and DanceGRPO's recipes.
+
+    Held-out pictures take the pipeline's own 50 steps; that number is our choice.
+    """
+    return sd35_medium(
+        name,
+        method,
+        summary,
+        "hpdv2",
+        model=ModelConfig(
+            adapter="flux",
+            path="black-forest-labs/FLUX.1-dev",
+            dtype="bfloat16",
+            lora=lora,
+            gradient_checkpointing=True,
+        ),
+        sampling={"embedded_guidance": 3.5, "height": 720, "width": 720, "max_sequence_length": 512, **sampling},
+        eval=EvalConfig(
+            source="data/hpdv2/test.jsonl",
+            every=50,
+            samples=400,
+            final_samples=400,
+            batch=8,
+            sampling={"steps": 50},
+        ),
+        **sections,
+    )
+
+
+def mixgrpo_flux1_dev() -> RunConfig:
+    """The paper's run: a window of 4 of 25 steps, three rewards, 32 prompts x 12, full weights."""
+    return flux1_dev("mixgrpo_flux1_dev", "mixgrpo", "MixGRPO on FLUX.1-dev", sampling={"steps": 25}, **_paper())
+
+
+def mixgrpo_flash_flux1_dev() -> RunConfig:
+    """The paper's faster run: 20 iterations a stay, second-order steps after the window."""
+    return flux1_dev(
+        "mixgrpo_flash_flux1_dev",
+        {"mixgrpo": {"shift_every": 20}},
+        "MixGRPO-Flash on FLUX.1-dev",
+        sampling={"steps": 25, "tail_ratio": 0.4},
         **_paper(),
     )
