@@ -52,6 +52,22 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
     ),
     "v_grpo": ("visual_grpo.pipelines.flow.v_grpo:VGrpo", "V-GRPO (2604.23380): ELBO surrogate on the finished sample"),
+    "mixgrpo": (
+        "visual_grpo.pipelines.flow.mixgrpo:MixGrpo",
+        "MixGRPO and -Flash (2507.21802): a moving window of noisy, trained steps, ODE elsewhere",
+    ),
+    "dancegrpo": (
+        "visual_grpo.pipelines.flow.dancegrpo:DanceGrpo",
+        "DanceGRPO (2505.07818): constant noise, shared initial noise, a random subset of steps",
+    ),
+    "best_of_n": (
+        "visual_grpo.pipelines.flow.best_of_n:BestOfN",
+        "Best-of-N of DanceGRPO, in any stack: train the best and the worst samples of a prompt",
+    ),
+    "gdpo": (
+        "visual_grpo.pipelines.flow.gdpo:Gdpo",
+        "GDPO (2601.05242), in any stack: each reward normalised by itself (combine.how=gdpo)",
+    ),
 }
 
 # A recipe is a function that returns a RunConfig.
@@ -97,6 +113,50 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "flow_grpo_sdxl_base_pickscore": (
         "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_sdxl_base_pickscore",
         "Flow-GRPO on SDXL-base, DDIM transitions, PickScore",
+    ),
+    "mixgrpo_tiny": ("visual_grpo.pipelines.flow.mixgrpo:mixgrpo_tiny", "MixGRPO on the testbed's scenes"),
+    "mixgrpo_flash_tiny": (
+        "visual_grpo.pipelines.flow.mixgrpo:mixgrpo_flash_tiny",
+        "MixGRPO-Flash on the testbed's scenes",
+    ),
+    "mixgrpo_sd35_medium": (
+        "visual_grpo.pipelines.flow.mixgrpo:mixgrpo_sd35_medium",
+        "MixGRPO on SD3.5-medium, settings of its FLUX runs",
+    ),
+    "mixgrpo_flux1_dev": ("visual_grpo.pipelines.flow.mixgrpo:mixgrpo_flux1_dev", "MixGRPO on FLUX.1-dev"),
+    "mixgrpo_flash_flux1_dev": (
+        "visual_grpo.pipelines.flow.mixgrpo:mixgrpo_flash_flux1_dev",
+        "MixGRPO-Flash on FLUX.1-dev",
+    ),
+    "dancegrpo_tiny": ("visual_grpo.pipelines.flow.dancegrpo:dancegrpo_tiny", "DanceGRPO on the testbed's scenes"),
+    "dancegrpo_best_of_n_tiny": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_best_of_n_tiny",
+        "DanceGRPO on the testbed's scenes, best and worst samples",
+    ),
+    "dancegrpo_sd35_medium": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_sd35_medium",
+        "DanceGRPO on SD3.5-medium, settings of its FLUX runs",
+    ),
+    "dancegrpo_best_of_n_sd35_medium": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_best_of_n_sd35_medium",
+        "DanceGRPO on SD3.5-medium, best and worst samples",
+    ),
+    "dancegrpo_flux1_dev": ("visual_grpo.pipelines.flow.dancegrpo:dancegrpo_flux1_dev", "DanceGRPO on FLUX.1-dev"),
+    "dancegrpo_lora_flux1_dev": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_lora_flux1_dev",
+        "DanceGRPO on FLUX.1-dev, LoRA",
+    ),
+    "dancegrpo_sd15": (
+        "visual_grpo.pipelines.flow.dancegrpo:dancegrpo_sd15",
+        "DanceGRPO on Stable Diffusion 1.5, DDIM transitions",
+    ),
+    "flow_grpo_gdpo_tiny": (
+        "visual_grpo.pipelines.flow.gdpo:flow_grpo_gdpo_tiny",
+        "Flow-GRPO with GDPO on the testbed's scenes",
+    ),
+    "flow_grpo_gdpo_sd35_medium": (
+        "visual_grpo.pipelines.flow.gdpo:flow_grpo_gdpo_sd35_medium",
+        "Flow-GRPO with GDPO on SD3.5-medium",
     ),
     "grpo_text_tiny": ("visual_grpo.pipelines.text.grpo:grpo_text_tiny", "GRPO on the tiny LM's arithmetic"),
     "grpo_deepseekmath_7b": (

@@ -152,3 +152,36 @@ def segment_range(values: Tensor, ids: Tensor, *, mask: Tensor | None = None) ->
     smallest = empty.scatter_reduce(0, checked, low, reduce="amin", include_self=False)
     largest = empty.scatter_reduce(0, checked, high, reduce="amax", include_self=False)
     return torch.where(segment_count(ids, mask=mask) >= 2, largest - smallest, empty)
+
+
+def extreme_rows(values: Tensor, ids: Tensor, keep: int) -> Tensor:
+    """Choose the `keep / 2` highest and the `keep / 2` lowest rows of each segment (DanceGRPO, arXiv 2505.07818).
+
+    Ties are broken by a stable ascending sort: of equal values the earlier row counts as the lower one.
+
+    Args:
+        values: [N]; a NaN row is never chosen.
+        ids: segment of each row, [N] int64.
+        keep: rows a segment, even; a segment of at most so many rows that are not NaN keeps them all.
+
+    Returns:
+        [N] bool.
+
+    Raises:
+        ValueError: `keep` is odd or below 2, or as in `segment_sum`.
+
+    Example:
+        >>> extreme_rows(torch.tensor([0.1, 0.9, 0.5, 0.2]), torch.tensor([0, 0, 0, 0]), 2)
+        tensor([ True,  True, False, False])
+    """
+    if keep < 2 or keep % 2:
+        raise ValueError(f"keep must be even and at least 2 (half of it best, half worst), got {keep}")
+    known = ~values.isnan()
+    _, checked, _, segments = _prepare(values, ids, known)
+    chosen = torch.zeros_like(known)
+    for segment in range(segments):
+        rows = torch.nonzero(known & (checked == segment)).flatten()
+        rows = rows[torch.argsort(values[rows], stable=True)]
+        ends = rows if len(rows) <= keep else torch.cat([rows[: keep // 2], rows[-(keep // 2) :]])
+        chosen[ends] = True
+    return chosen

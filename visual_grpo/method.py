@@ -41,6 +41,7 @@ CHAINED = (
     "after_score",
     "filter_groups",
     "adjust_advantages",
+    "filter_rows",
     "unit_weights",
     "kl_scale",
     "before_updates",
@@ -74,6 +75,8 @@ class Needs:
     """It asks the adapter how much units depend on their inputs (`Policy.input_scores`)."""
     single_samples: bool = False
     """It needs no group: `group_size` may be 1."""
+    idle_steps: bool = False
+    """Steps may sample no unit to train; the self-test then waits for one that has some."""
 
 
 @dataclass(kw_only=True)
@@ -200,6 +203,12 @@ class Method(Generic[C]):
     ) -> Tensor:
         """Chained, after the core's own clamps (`advantage.clip`, `advantage.soft_clip`)."""
         return advantages
+
+    def filter_rows(
+        self, keep: Tensor, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState
+    ) -> Tensor:
+        """Chained. [N] bool, the rows that are trained; advantages and unit weights are those of all rows."""
+        return keep
 
     # -- loss -----------------------------------------------------------------------------------------------------------------
 
@@ -373,6 +382,7 @@ class MethodStack:
             couples_units=any(n.couples_units for n in all_needs),
             input_gradients=any(n.input_gradients for n in all_needs),
             single_samples=any(n.single_samples for n in all_needs),
+            idle_steps=any(n.idle_steps for n in all_needs),
         )
 
     def state_dict(self) -> dict[str, Any]:

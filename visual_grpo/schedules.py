@@ -67,6 +67,38 @@ def linear_shift_sigmas(steps: int, shift: float = 3.0, *, dtype: torch.dtype = 
     return _shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).to(dtype)
 
 
+def shortened_tail(
+    steps: int, done: int, ratio: float, shift: float = 3.0, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Noise levels of the rest of a `linear_shift_sigmas` schedule on fewer points (MixGRPO-Flash, arXiv 2507.21802).
+
+    The `n = steps - done + 1` points that are left become `max(int(n ratio), 2)`, evenly spaced before the shift: one step
+    less than points, and always one to the end.
+
+    Args:
+        steps: of the whole schedule.
+        done: steps that were taken, 1 .. steps - 1.
+        ratio: share of the points to keep, in (0, 1].
+        shift: of the schedule.
+        dtype: of the result; computed in float64.
+
+    Returns:
+        [m], falling from the level after step `done` to 0.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> shortened_tail(4, 2, 0.7, shift=1.0)
+        tensor([0.5000, 0.0000])
+    """
+    _check_steps(steps, shift)
+    if not 1 <= done < steps or not 0 < ratio <= 1:
+        raise ValueError(f"need 1 <= done < steps and 0 < ratio <= 1, got done {done}, steps {steps} and ratio {ratio}")
+    points = max(int((steps - done + 1) * ratio), 2)
+    return _shifted(torch.linspace(1 - done / steps, 0.0, points, dtype=torch.float64), shift).to(dtype)
+
+
 def stratified_strata(num_steps: int, pairs: int) -> list[range]:
     """Split the steps 0..num_steps-1 into `pairs` consecutive chunks (V-GRPO, arXiv 2604.23380).
 

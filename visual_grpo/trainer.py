@@ -153,7 +153,7 @@ class Trainer:
             rewards = self.normalisers.observe(rewards, self.ranks)
             scored = rollouts, self.stack.shaped(rewards, rollouts, self.state)
             rollouts, rewards = self.stack.after_score(*scored, self.state)
-        if not self.tested:
+        if not self.tested and (rollouts.num_units > 0 or not self.stack.needs.idle_steps):
             with self.watchdog.phase("self-test"):
                 self._self_test(rollouts if len(rollouts) else scored[0], *scored)
         stats.update(reward_figures(rewards, rollouts))
@@ -233,6 +233,8 @@ class Trainer:
         advantages = self.stack.adjusted(
             self.stack.advantages(rewards, rollouts, self.state), rewards, rollouts, self.state
         )
+        trained = torch.ones(len(rewards), dtype=torch.bool)
+        trained = self.stack.chain("filter_rows", trained, advantages, rewards, rollouts, self.state)
         flat = flat_rows(rewards, rollouts.group_ids, self.state, stats)
         weights = torch.ones(rollouts.unit_mask.shape)
         weights = self.stack.chain("unit_weights", weights, rewards, rollouts, self.state)
@@ -241,7 +243,9 @@ class Trainer:
         )
         self.state.kl_scale = self.stack.chain("kl_scale", 1.0, rewards, rollouts, self.state)
         if self.config.advantage.drop_flat:
-            live = torch.nonzero(~flat).flatten()
+            trained = trained & ~flat
+        if not bool(trained.all()):
+            live = torch.nonzero(trained).flatten()
             rows, rewards = rows.select(live), rewards.select(live)
         rows = self.stack.chain("before_updates", rows, rewards, self.state)
         stats.update(group_figures(rows, advantages, self.ranks.world))

@@ -152,6 +152,27 @@ class RolloutBatch:
             truncated=_select(self.truncated, index),
         )
 
+    def select_units(self, index: Tensor, *data: str) -> RolloutBatch:
+        """Keep the units `index` of each row as a new batch.
+
+        Args:
+            index: [N, u] int64, for each row units of its own.
+            data: names of the replay tensors [N, T, ...] that have a unit dimension.
+        """
+
+        def gather(value: Tensor | None) -> Any:
+            if value is None:
+                return None
+            return value[torch.arange(len(self), device=value.device)[:, None], index.to(value.device)]
+
+        return replace(
+            self,
+            unit_mask=gather(self.unit_mask),
+            old_log_prob=gather(self.old_log_prob),
+            data={k: gather(v) if k in data else v for k, v in self.data.items()},
+            unit_tags={k: gather(v) for k, v in self.unit_tags.items()},
+        )
+
     @staticmethod
     def concat(parts: Sequence[RolloutBatch]) -> RolloutBatch:
         """Join batches of one kind; unit dimensions are zero-padded on the right to the longest (`unit_mask` False there).

@@ -1,7 +1,7 @@
 """Benchmarks: methods against each other or against a rival, same budget, several seeds.
 
-`visual-grpo benchmark NAME --seeds K` calls the function of a row as `function(seeds=K, out=folder)`; it returns a
-result with `to_dict()` or a mapping. Nothing is imported until then.
+`visual-grpo benchmark NAME --seeds K [option=value ...]` calls the function of a row as `function(seeds=K, out=folder,
+option=value)`; it returns a result with `to_dict()` or a mapping. Nothing is imported until then.
 """
 
 TABLE: dict[str, tuple[str, str]] = {
@@ -20,5 +20,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "text_step_vs_trl": (
         "visual_grpo.eval.benchmarks.text_step_vs_trl:run",
         "One GRPO step of text_lm against TRL's GRPOTrainer: time by phase, memory, losses.",
+    ),
+    "flow_methods": (
+        "visual_grpo.eval.benchmarks.flow_methods:run",
+        "Flow methods on the testbed under the same wall time: held-out score, steps, network calls, time to a score.",
     ),
 }

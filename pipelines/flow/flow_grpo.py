@@ -111,7 +111,7 @@ def scenes(name: str, method: Any, summary: str, **sections: Any) -> RunConfig:
         old = settings.get(key)
         both = isinstance(value, Mapping) and isinstance(old, Mapping) and key == "sampling"
         settings[key] = {**old, **value} if both and old is not None else value
-    return RunConfig(name=name, summary=summary, method=[method], **settings)
+    return RunConfig(name=name, summary=summary, method=method if isinstance(method, list) else [method], **settings)
 
 
 def flow_grpo_tiny() -> RunConfig:
@@ -170,7 +170,7 @@ def sd35_medium(name: str, method: Any, summary: str, reward: str, **sections: A
     }
     settings |= sections
     settings["sampling"] = {"height": 512, "width": 512, "max_sequence_length": 128, **settings["sampling"]}
-    return RunConfig(name=name, summary=summary, method=[method], **settings)
+    return RunConfig(name=name, summary=summary, method=method if isinstance(method, list) else [method], **settings)
 
 
 def _paper(beta: float) -> dict[str, Any]:

@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             }
         ]
     },
+    "best of n": {"method": [{"best_of_n": {"keep": 4}}], "train": {"updates_per_step": 2}},
     "averaged weights, uneven evaluations": {
         "train": {"ema": {"decay": 0.5, "every": 1}},
         "eval": {"samples": 1, "final_samples": 7, "batch": 2},

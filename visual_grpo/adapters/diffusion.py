@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,7 @@ from visual_grpo.adapters.noise import row_noise
 from visual_grpo.adapters.protocol import PolicyAdapter, SamplingConfig
 from visual_grpo.errors import UserError
 from visual_grpo.objectives import elbo_pair_loss
-from visual_grpo.schedules import flow_match_sigmas
+from visual_grpo.schedules import flow_match_sigmas, linear_shift_sigmas, shortened_tail
 from visual_grpo.transitions import (
     Reduction,
     Transition,
@@ -29,6 +30,7 @@ from visual_grpo.transitions import (
     ddim_step,
     flow_sde_step,
     interpolate,
+    multistep_step,
     ode_step,
     transition_log_prob,
     x0_from_velocity,
@@ -50,6 +52,12 @@ class DiffusionSampling(SamplingConfig):
     height: Positive | None = Field(None, description="pixels; null = the model's default")
     width: Positive | None = None
     shift: Annotated[float, Field(gt=0)] | None = Field(None, description="of the schedule; null = the scheduler's")
+    schedule: Literal["scheduler", "linear"] = Field(
+        "scheduler", description="linear: 1 - i / steps with `shift`, as DanceGRPO and MixGRPO have it"
+    )
+    tail_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Flash: points kept, after the last noisy step, for a second-order solver; null = all, Euler"
+    )
     negative_prompt: str = ""
     max_sequence_length: Positive | None = Field(
         None, description="text tokens; null = as the family's pipeline is called"
@@ -71,6 +79,14 @@ class DiffusionSampling(SamplingConfig):
     def _noise_scale_fits(self) -> DiffusionSampling:
         if self.solver in ("cps", "ddim") and self.noise_scale > 1:
             raise ValueError(f"noise_scale of solver {self.solver!r} must be at most 1, got {self.noise_scale}")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> DiffusionSampling:
+        if self.schedule == "linear" and self.shift is None:
+            raise ValueError("schedule 'linear' needs shift: 3 for images, 5 for video")
+        if self.tail_ratio is not None and self.schedule != "linear":
+            raise ValueError("tail_ratio shortens schedule 'linear': set schedule to it, and shift to 3")
         return self
 
     @property
@@ -222,7 +238,7 @@ class DiffusionAdapter(PolicyAdapter):
         """Denoise rows that go through the network together; `steps` are stochastic and stored."""
         count, shape = len(prompts), self.latent_shape(options)
         run: dict[str, Any] = {"dtype": self.step_dtype, "device": self.device}
-        sigmas = self.noise_levels(options).to(self.device)
+        sigmas = self._schedule(options).to(self.device)
         inputs = self.encode(prompts.context("behaviour"), options, guided=options.guidance != 1).inputs(
             torch.arange(count, device=self.device)
         )
@@ -231,7 +247,8 @@ class DiffusionAdapter(PolicyAdapter):
         noise = row_noise(seed, prompts.row_ids, (len(steps), *shape), "steps").to(**run)
         stored = torch.empty(2, count, len(steps), *shape, **run)
         values = []
-        for step in range(options.steps):
+        end = options.steps if options.tail_ratio is None or not steps else steps[-1] + 1
+        for step in range(end):
             sigma, sigma_next = sigmas[step].expand(count), sigmas[step + 1].expand(count)
             velocity = self._velocity(latents, sigma, inputs, options)
             if step not in steps:
@@ -243,6 +260,8 @@ class DiffusionAdapter(PolicyAdapter):
             latents = move.sample(noise[:, slot])
             stored[1, :, slot] = latents
             values.append(transition_log_prob(move, latents, options.reduction, channel_dim=self.channel_dim))
+        if end < options.steps:
+            latents = self._tail(latents, end, inputs, options)
         data: dict[str, Any] = {"final": self.clean_latents(latents, sigmas[-1])}
         if steps:
             data |= {"latents": stored[0], "next_latents": stored[1]}
@@ -290,6 +309,25 @@ class DiffusionAdapter(PolicyAdapter):
         if not isinstance(sampling, cls.Sampling) or not isinstance(sampling, DiffusionSampling):
             raise UserError(f"{cls.__name__} needs {cls.Sampling.__name__} options, got {type(sampling).__name__}")
         return sampling
+
+    def _schedule(self, options: DiffusionSampling) -> Tensor:
+        """Levels [steps + 1] by `options.schedule`."""
+        if options.schedule == "scheduler" or options.shift is None:
+            return self.noise_levels(options)
+        return linear_shift_sigmas(options.steps, options.shift, dtype=self.step_dtype)
+
+    def _tail(self, latents: Tensor, done: int, inputs: NetworkInputs, options: DiffusionSampling) -> Tensor:
+        """Final latents, from those after `done` steps, over the shortened rest of the schedule."""
+        assert options.tail_ratio is not None
+        assert options.shift is not None
+        levels = shortened_tail(options.steps, done, options.tail_ratio, options.shift, dtype=self.step_dtype)
+        before = None
+        for sigma, sigma_next in pairwise(levels.to(self.device)):
+            level = sigma.expand(len(latents))
+            clean = x0_from_velocity(latents, self._velocity(latents, level, inputs, options), level)
+            latents = multistep_step(latents, clean, level, sigma_next, before=before)
+            before = clean, sigma
+        return latents
 
     def _velocity(self, latents: Tensor, sigma: Tensor, inputs: NetworkInputs, options: DiffusionSampling) -> Tensor:
         """Velocity [n, *latent] of latents [n, *latent] at sigma [n], with guidance where `inputs` has both branches."""

@@ -1,0 +1,126 @@
+"""One run of the benchmark flow_methods: the toolkit's trainer, stopped by the clock and evaluated by it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from visual_grpo.api import Plan
+    from visual_grpo.policy import Policy
+    from visual_grpo.trainer import Trainer
+
+__all__ = ["NetworkCalls", "time_iterations", "train_arm"]
+
+
+class NetworkCalls:
+    """Counts rows that go through the network: `sampling`, `training` (with gradient) and `replay` (without)."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Watch the policy's adapter from now on."""
+        self.rows: Counter[str] = Counter()
+        self.pictures = 0
+        self._sampling = self._paused = False
+        adapter: Any = policy.adapter
+        predict, sample = adapter.predict_velocity, policy.sample
+
+        def counted(latents: Any, *args: Any, **options: Any) -> Any:
+            if not self._paused:
+                kind = "sampling" if self._sampling else "training" if torch.is_grad_enabled() else "replay"
+                self.rows[kind] += len(latents)
+            return predict(latents, *args, **options)
+
+        def sampled(prompts: Any, *args: Any, **options: Any) -> Any:
+            self._sampling = True
+            try:
+                return sample(prompts, *args, **options)
+            finally:
+                self._sampling = False
+                if not self._paused:
+                    self.pictures += len(prompts)
+
+        adapter.predict_velocity = counted
+        policy.sample = sampled  # type: ignore[method-assign]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block nothing is counted."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+@contextmanager
+def _trainer(made: Plan, folder: Path) -> Iterator[Trainer]:
+    """A trainer in a run folder of its own, closed afterwards."""
+    from visual_grpo.build import build_trainer
+    from visual_grpo.config import to_yaml
+    from visual_grpo.distributed import Ranks
+    from visual_grpo.run_folder import RunFolder
+
+    run = RunFolder.create(folder.parent, folder.name, config_yaml=to_yaml(made.config))
+    try:
+        with Ranks() as ranks:
+            trainer = build_trainer(made, run, ranks)
+            try:
+                yield trainer
+            finally:
+                trainer.suite.close()
+                trainer.writer.close()
+    finally:
+        run.close()
+
+
+def time_iterations(made: Plan, folder: Path, count: int) -> float:
+    """Seconds of an iteration: the fastest of `count` after one that warms up."""
+    with _trainer(made, folder) as trainer:
+        trainer.iteration()
+        seconds = []
+        for _ in range(count):
+            started = time.perf_counter()
+            trainer.iteration()
+            seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def train_arm(made: Plan, folder: Path, *, times: Sequence[float], samples: int, final_samples: int) -> dict[str, Any]:
+    """Train until the last of `times` (seconds of training) or the config's last step; evaluate when each has passed.
+
+    Returns:
+        points: before the first step, and at each time: step, seconds, gradient_steps, pictures, the rows of `NetworkCalls`,
+        n (held-out pictures) and metrics.
+    """
+    with _trainer(made, folder) as trainer:
+        calls = NetworkCalls(trainer.policy)
+
+        def point(count: int) -> dict[str, Any]:
+            with calls.paused():
+                found = trainer.evaluate(count)
+            return {
+                "step": trainer.step,
+                "seconds": trainer.progress.trained_s,
+                "gradient_steps": trainer.optimizer.steps_done,
+                "pictures": calls.pictures,
+                **{kind: calls.rows[kind] for kind in ("sampling", "replay", "training")},
+                "n": len(found.rows),
+                "metrics": found.metrics,
+            }
+
+        points, left = [point(final_samples)], list(times)
+        while left:
+            trainer.iteration()
+            last = trainer.step >= made.config.train.steps
+            if last or trainer.progress.trained_s >= left[0]:
+                left = [] if last else [t for t in left if t > trainer.progress.trained_s]
+                points.append(point(samples if left else final_samples))
+    return {"points": points, "steps": points[-1]["step"]}
