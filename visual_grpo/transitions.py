@@ -183,6 +183,46 @@ def cps_step(
     )
 
 
+def multistep_step(
+    x: Tensor,
+    x0: Tensor,
+    sigma: Tensor | float,
+    sigma_next: Tensor | float,
+    *,
+    before: tuple[Tensor, Tensor | float] | None = None,
+) -> Tensor:
+    """One deterministic step of DPM-Solver++(2M) (arXiv 2211.01095), midpoint form, for flow matching.
+
+    With `lambda = log((1 - sigma) / sigma)`, `h` its growth over this step and `h_before` over the one before:
+    `D = x0 + h / (2 h_before) (x0 - x0_before)` and
+    `x_next = (sigma_next / sigma) x + (1 - sigma_next - (1 - sigma) sigma_next / sigma) D`. Without a step before, and to
+    sigma_next = 0, `D = x0`: an Euler step of the ODE.
+
+    Args:
+        x: latents at `sigma`, [N, ...].
+        x0: clean latents predicted there, same shape.
+        sigma: noise level, number or [N], in (0, 1].
+        sigma_next: next noise level, number or [N], in [0, sigma).
+        before: `x0` and `sigma` of the step before.
+
+    Returns:
+        Latents at `sigma_next` in float32 or wider. It has no log-prob.
+
+    Raises:
+        ValueError: shapes disagree, or the levels are not ordered.
+    """
+    latents, clean = _wide(x, x0)
+    level, next_level = _levels(latents, sigma, sigma_next)
+    image = clean
+    if before is not None and bool((next_level > 0).all()):
+        clean_before, level_before = before[0].to(clean), per_row(before[1], latents, "sigma before")
+        level_before, _ = _levels(latents, level_before, level)
+        now, after, earlier = (((1 - s) / s).log() for s in (level, next_level, level_before))
+        image = clean + per_row((after - now) / (2 * (now - earlier)), latents) * (clean - clean_before)
+    shrink = next_level / level
+    return latents * per_row(shrink, latents) + image * per_row(1 - next_level - (1 - level) * shrink, latents)
+
+
 def reduce_dimensions(values: Tensor, reduction: Reduction, channel_dim: int = 1) -> Tensor:
     """Reduce [N, ...] over all latent dimensions ("mean", "sum": [N]), over the channels only, or not at all.
 
