@@ -19,6 +19,18 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
     ),
     "v_grpo": ("visual_grpo.pipelines.flow.v_grpo:VGrpo", "V-GRPO (2604.23380): ELBO surrogate on the finished sample"),
+    "diffusion_nft": (
+        "visual_grpo.pipelines.flow.diffusion_nft:DiffusionNft",
+        "DiffusionNFT (2509.16117): no log-prob, good and bad mixtures of velocities, a slow sampler",
+    ),
+    "vipo": (
+        "visual_grpo.pipelines.flow.vipo:Vipo",
+        "ViPO (2511.18719): a map of the picture spreads the advantage; behind flow_grpo",
+    ),
+    "mv_grpo": (
+        "visual_grpo.pipelines.flow.mv_grpo:MvGrpo",
+        "MV-GRPO (2603.12648): the same samples under further captions; behind flow_grpo",
+    ),
 }
 
 # A recipe is a function that returns a RunConfig.
@@ -52,6 +64,42 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "flow_grpo_fast_sd35_medium_geneval": (
         "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_fast_sd35_medium_geneval",
         "Flow-GRPO-Fast on SD3.5-medium, no guidance",
+    ),
+    "diffusion_nft_tiny": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_tiny",
+        "DiffusionNFT on the testbed's scenes",
+    ),
+    "diffusion_nft_sd35_medium_geneval": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_geneval",
+        "DiffusionNFT on SD3.5-medium, GenEval",
+    ),
+    "diffusion_nft_sd35_medium_pickscore": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_pickscore",
+        "DiffusionNFT on SD3.5-medium, PickScore",
+    ),
+    "diffusion_nft_sd35_medium_ocr": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_ocr",
+        "DiffusionNFT on SD3.5-medium, OCR",
+    ),
+    "diffusion_nft_sd35_medium_multi": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_multi",
+        "DiffusionNFT on SD3.5-medium, three preference rewards",
+    ),
+    "vipo_tiny": (
+        "visual_grpo.pipelines.flow.vipo:vipo_tiny",
+        "Flow-GRPO with ViPO's maps on the testbed's scenes",
+    ),
+    "vipo_sd35_medium": (
+        "visual_grpo.pipelines.flow.vipo:vipo_sd35_medium",
+        "Flow-GRPO with ViPO's DINOv2 maps on SD3.5-medium",
+    ),
+    "mv_grpo_tiny": (
+        "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_tiny",
+        "Flow-GRPO with MV-GRPO's captions on the testbed's scenes",
+    ),
+    "mv_grpo_sd35_medium": (
+        "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_sd35_medium",
+        "Flow-GRPO with MV-GRPO's captions on SD3.5-medium",
     ),
     "grpo_text_tiny": ("visual_grpo.pipelines.text.grpo:grpo_text_tiny", "GRPO on the tiny LM's arithmetic"),
     "grpo_deepseekmath_7b": (
