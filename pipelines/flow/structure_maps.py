@@ -155,7 +155,7 @@ def token_grid(shape: tuple[int, ...], height: int, width: int) -> tuple[int, in
 
 def colour_patches(images: Tensor, patch: int) -> Tensor:
     """Mean and standard deviation of each colour in each patch of about `patch` pixels: [N, Hp, Wp, 6] of [N, 3, H, W]."""
-    grid = tuple(max(side // patch, 1) for side in images.shape[-2:])
+    grid = max(images.shape[-2] // patch, 1), max(images.shape[-1] // patch, 1)
     mean = functional.adaptive_avg_pool2d(images.double(), grid)
     square = functional.adaptive_avg_pool2d(images.double().square(), grid)
     spread = (square - mean.square()).clamp(min=0).sqrt()
