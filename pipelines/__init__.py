@@ -85,6 +85,10 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_multi",
         "DiffusionNFT on SD3.5-medium, three preference rewards",
     ),
+    "diffusion_nft_flux1_dev": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_flux1_dev",
+        "DiffusionNFT on FLUX.1-dev",
+    ),
     "vipo_tiny": (
         "visual_grpo.pipelines.flow.vipo:vipo_tiny",
         "Flow-GRPO with ViPO's maps on the testbed's scenes",
@@ -93,6 +97,10 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.vipo:vipo_sd35_medium",
         "Flow-GRPO with ViPO's DINOv2 maps on SD3.5-medium",
     ),
+    "vipo_flux1_dev": (
+        "visual_grpo.pipelines.flow.vipo:vipo_flux1_dev",
+        "DanceGRPO with ViPO's DINOv2 maps on FLUX.1-dev",
+    ),
     "mv_grpo_tiny": (
         "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_tiny",
         "Flow-GRPO with MV-GRPO's captions on the testbed's scenes",
@@ -100,6 +108,10 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "mv_grpo_sd35_medium": (
         "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_sd35_medium",
         "Flow-GRPO with MV-GRPO's captions on SD3.5-medium",
+    ),
+    "mv_grpo_flux1_dev": (
+        "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_flux1_dev",
+        "DanceGRPO with MV-GRPO's captions on FLUX.1-dev",
     ),
     "grpo_text_tiny": ("visual_grpo.pipelines.text.grpo:grpo_text_tiny", "GRPO on the tiny LM's arithmetic"),
     "grpo_deepseekmath_7b": (

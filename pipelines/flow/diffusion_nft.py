@@ -27,6 +27,8 @@ from visual_grpo.config import (
     EmaConfig,
     EvalConfig,
     KlConfig,
+    LoraConfig,
+    ModelConfig,
     OptimizerConfig,
     RewardConfig,
     RunConfig,
@@ -325,5 +327,51 @@ def diffusion_nft_sd35_medium_multi() -> RunConfig:
         sampling={"steps": 25, "guidance": 1.0, "solver": "dpm"},
         eval=EvalConfig(
             source="data/pickapic/test.txt", every=30, samples=480, final_samples=2048, batch=16, sampling={"steps": 40}
+        ),
+    )
+
+
+def diffusion_nft_flux1_dev() -> RunConfig:
+    """DiffusionNFT on FLUX.1-dev, PickScore: the settings of a third party (Flow-Factory); the paper trains SD3.5-medium alone.
+
+    384 px, 8 Euler steps, 48 prompts x 16, LoRA of rank 64, two levels of the noisier 70 %, no pull to the reference.
+    """
+    return sd35_medium(
+        "diffusion_nft_flux1_dev",
+        {"diffusion_nft": {"strength": 1.0, "levels": 2, "noisy_share": 0.7}},
+        "DiffusionNFT on FLUX.1-dev, PickScore, settings of a third party",
+        "pickscore",
+        model=ModelConfig(
+            adapter="flux",
+            path="black-forest-labs/FLUX.1-dev",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=64, alpha=128),
+            gradient_checkpointing=True,
+        ),
+        sampling={
+            "steps": 8,
+            "solver": "ode",
+            "embedded_guidance": 3.5,
+            "height": 384,
+            "width": 384,
+            "max_sequence_length": 512,
+        },
+        kl=KlConfig(beta=0.0, estimator="velocity"),
+        train=TrainConfig(
+            steps=1000,
+            prompts_per_step=48,
+            group_size=16,
+            micro_batch=4,
+            rollout_batch=16,
+            optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            ema=EmaConfig(decay=0.9, every=1),
+        ),
+        eval=EvalConfig(
+            source="data/pickscore/test.jsonl",
+            every=50,
+            samples=480,
+            final_samples=2048,
+            batch=8,
+            sampling={"steps": 28},
         ),
     )

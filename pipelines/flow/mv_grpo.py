@@ -24,7 +24,9 @@ from torch import Tensor
 from visual_grpo.config import (
     AdvantageConfig,
     EmaConfig,
+    EvalConfig,
     KlConfig,
+    ModelConfig,
     OptimizerConfig,
     RatioConfig,
     RewardConfig,
@@ -262,3 +264,34 @@ def mv_grpo_sd35_medium() -> RunConfig:
             "method": [{"flow_grpo": {}}, {"mv_grpo": {"captions": 4, "enhancer": "vlm", "options": options}}],
         }
     )
+
+
+def mv_grpo_flux1_dev() -> RunConfig:
+    """The paper's run: FLUX.1-dev, HPS v3, captions of a VLM; what the paper does not give is that of DanceGRPO's run."""
+    made = sd35_medium(
+        "mv_grpo_flux1_dev",
+        "dancegrpo",
+        "DanceGRPO with MV-GRPO's captions of a VLM on FLUX.1-dev, HPS v3",
+        "hpdv2",
+        model=ModelConfig(
+            adapter="flux", path="black-forest-labs/FLUX.1-dev", dtype="bfloat16", gradient_checkpointing=True
+        ),
+        rewards={"hps_v3": RewardConfig()},
+        sampling={"steps": 16, "embedded_guidance": 3.5, "height": 720, "width": 720, "max_sequence_length": 512},
+        train=TrainConfig(
+            steps=300,
+            prompts_per_step=16,
+            group_size=12,
+            updates_per_step=3,
+            micro_batch=1,
+            units_per_pass=1,
+            rollout_batch=12,
+            optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4),
+        ),
+        eval=EvalConfig(
+            source="data/hpdv2/test.jsonl", every=50, samples=400, final_samples=400, batch=8, sampling={"steps": 50}
+        ),
+    )
+    options = {"model": "Qwen/Qwen3-VL-8B-Instruct", "endpoint": "http://localhost:8000/v1"}
+    views = {"captions": 4, "enhancer": "vlm", "options": options}
+    return made.model_copy(update={"method": [{"dancegrpo": {}}, {"mv_grpo": views}]})

@@ -27,7 +27,9 @@ from torch import Tensor
 from visual_grpo.config import (
     AdvantageConfig,
     EmaConfig,
+    EvalConfig,
     KlConfig,
+    ModelConfig,
     OptimizerConfig,
     RatioConfig,
     RewardConfig,
@@ -240,3 +242,35 @@ def vipo_sd35_medium() -> RunConfig:
         ),
     )
     return made.model_copy(update={"method": [{"flow_grpo": {}}, {"vipo": {}}]})
+
+
+def vipo_flux1_dev() -> RunConfig:
+    """The paper's image run: DanceGRPO on FLUX.1-dev with DINOv2 maps and HPS v2.1.
+
+    Its learning rate, group size and clip range were not found; they are those of DanceGRPO's run.
+    """
+    made = sd35_medium(
+        "vipo_flux1_dev",
+        "dancegrpo",
+        "DanceGRPO with ViPO's DINOv2 maps on FLUX.1-dev, HPS v2.1",
+        "hpdv2",
+        model=ModelConfig(
+            adapter="flux", path="black-forest-labs/FLUX.1-dev", dtype="bfloat16", gradient_checkpointing=True
+        ),
+        rewards={"hps_v2": RewardConfig()},
+        sampling={"steps": 16, "embedded_guidance": 3.5, "height": 720, "width": 720, "max_sequence_length": 512},
+        train=TrainConfig(
+            steps=300,
+            prompts_per_step=16,
+            group_size=12,
+            updates_per_step=3,
+            micro_batch=1,
+            units_per_pass=1,
+            rollout_batch=12,
+            optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4),
+        ),
+        eval=EvalConfig(
+            source="data/hpdv2/test.jsonl", every=50, samples=400, final_samples=400, batch=8, sampling={"steps": 50}
+        ),
+    )
+    return made.model_copy(update={"method": [{"dancegrpo": {}}, {"vipo": {}}]})
