@@ -68,6 +68,18 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.gdpo:Gdpo",
         "GDPO (2601.05242), in any stack: each reward normalised by itself (combine.how=gdpo)",
     ),
+    "diffusion_nft": (
+        "visual_grpo.pipelines.flow.diffusion_nft:DiffusionNft",
+        "DiffusionNFT (2509.16117): no log-prob, good and bad mixtures of velocities, a slow sampler",
+    ),
+    "vipo": (
+        "visual_grpo.pipelines.flow.vipo:Vipo",
+        "ViPO (2511.18719): a map of the picture spreads the advantage; behind flow_grpo",
+    ),
+    "mv_grpo": (
+        "visual_grpo.pipelines.flow.mv_grpo:MvGrpo",
+        "MV-GRPO (2603.12648): the same samples under further captions; behind flow_grpo",
+    ),
 }
 
 # A recipe is a function that returns a RunConfig.
@@ -157,6 +169,54 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "flow_grpo_gdpo_sd35_medium": (
         "visual_grpo.pipelines.flow.gdpo:flow_grpo_gdpo_sd35_medium",
         "Flow-GRPO with GDPO on SD3.5-medium",
+    ),
+    "diffusion_nft_tiny": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_tiny",
+        "DiffusionNFT on the testbed's scenes",
+    ),
+    "diffusion_nft_sd35_medium_geneval": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_geneval",
+        "DiffusionNFT on SD3.5-medium, GenEval",
+    ),
+    "diffusion_nft_sd35_medium_pickscore": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_pickscore",
+        "DiffusionNFT on SD3.5-medium, PickScore",
+    ),
+    "diffusion_nft_sd35_medium_ocr": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_ocr",
+        "DiffusionNFT on SD3.5-medium, OCR",
+    ),
+    "diffusion_nft_sd35_medium_multi": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_sd35_medium_multi",
+        "DiffusionNFT on SD3.5-medium, three preference rewards",
+    ),
+    "diffusion_nft_flux1_dev": (
+        "visual_grpo.pipelines.flow.diffusion_nft:diffusion_nft_flux1_dev",
+        "DiffusionNFT on FLUX.1-dev",
+    ),
+    "vipo_tiny": (
+        "visual_grpo.pipelines.flow.vipo:vipo_tiny",
+        "Flow-GRPO with ViPO's maps on the testbed's scenes",
+    ),
+    "vipo_sd35_medium": (
+        "visual_grpo.pipelines.flow.vipo:vipo_sd35_medium",
+        "Flow-GRPO with ViPO's DINOv2 maps on SD3.5-medium",
+    ),
+    "vipo_flux1_dev": (
+        "visual_grpo.pipelines.flow.vipo:vipo_flux1_dev",
+        "DanceGRPO with ViPO's DINOv2 maps on FLUX.1-dev",
+    ),
+    "mv_grpo_tiny": (
+        "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_tiny",
+        "Flow-GRPO with MV-GRPO's captions on the testbed's scenes",
+    ),
+    "mv_grpo_sd35_medium": (
+        "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_sd35_medium",
+        "Flow-GRPO with MV-GRPO's captions on SD3.5-medium",
+    ),
+    "mv_grpo_flux1_dev": (
+        "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_flux1_dev",
+        "DanceGRPO with MV-GRPO's captions on FLUX.1-dev",
     ),
     "grpo_text_tiny": ("visual_grpo.pipelines.text.grpo:grpo_text_tiny", "GRPO on the tiny LM's arithmetic"),
     "grpo_deepseekmath_7b": (

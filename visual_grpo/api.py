@@ -144,8 +144,9 @@ def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:
         raise UserError(
             "kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs"
         )
-    if config.kl.beta > 0 and config.kl.estimator == "prediction" and not unit_kinds & {"transition", "noise_pair"}:
-        raise UserError("kl.estimator=prediction needs a denoising model; use kl.estimator=k3 for tokens")
+    denoises = bool(unit_kinds & {"transition", "noise_pair"})
+    if config.kl.beta > 0 and config.kl.estimator in ("prediction", "velocity") and not denoises:
+        raise UserError(f"kl.estimator={config.kl.estimator} needs a denoising model; use kl.estimator=k3 for tokens")
     lengths = config.loss.aggregation in ("fixed_length", "token_sum_over_length")
     if lengths and config.loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
         raise UserError(

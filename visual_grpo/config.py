@@ -112,8 +112,10 @@ class KlConfig(Section):
     """Pull to the reference model (the start weights, or the disabled LoRA)."""
 
     beta: Annotated[float, Field(ge=0)] = 0.0
-    estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "gaussian", "prediction"] = Field(
-        "k3", description="gaussian: transitions; prediction: mean squared difference of the network's predictions"
+    estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "gaussian", "prediction", "velocity"] = Field(
+        "k3",
+        description="gaussian: transitions; prediction: mean squared difference of the network's predictions (x0 of a noise "
+        "pair, velocity of a transition); velocity: of its velocities",
     )
     weighted: bool = Field(False, description="the methods' unit weights weigh this term as they weigh the surrogate")
 

@@ -31,7 +31,7 @@ class LossInputs:
     rollouts: RolloutBatch
     """`n` rows; `unit_mask` is final (truncated rows already masked)."""
     advantages: Tensor
-    """[n], [n, T] or [n, T, *map]."""
+    """[n], [n, T], or [n, T, *map] with T = 1 where all units share a map."""
     weights: Tensor
     """[n, T] unit weights."""
 
@@ -172,7 +172,8 @@ def make_micro(
     if reference and (state.config.kl.beta > 0 or stack.needs.reference):
         with torch.no_grad(), state.policy.reference():
             ref = state.policy.log_prob(rollouts, units)
-    advantages = rows.advantages if rows.advantages.ndim == 1 else rows.advantages[:, units]
+    shared = rows.advantages.ndim == 1 or rows.advantages.shape[1] == 1
+    advantages = rows.advantages if shared else rows.advantages[:, units]
     return MicroBatch(
         rollouts=rollouts,
         units=units,
@@ -242,6 +243,10 @@ def reference_divergence(micro: MicroBatch, state: LoopState) -> Tensor:
         if now.prediction is None or ref.prediction is None:
             raise UserError("kl.estimator=prediction needs a denoising model; use kl.estimator=k3 for tokens")
         return velocity_mse(now.prediction.flatten(0, 1), ref.prediction.flatten(0, 1)).view(now.prediction.shape[:2])
+    if estimator == "velocity":
+        if now.velocity is None or ref.velocity is None:
+            raise UserError("kl.estimator=velocity needs a denoising model; use kl.estimator=k3 for tokens")
+        return velocity_mse(now.velocity.flatten(0, 1), ref.velocity.flatten(0, 1)).view(now.velocity.shape[:2])
     return reduce_map(kl_estimate(estimator, now.value, ref.value, mask=micro.mask))
 
 

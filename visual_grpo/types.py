@@ -316,6 +316,8 @@ class LogProb:
     """[n, u] the standard deviation that the published Gaussian KL divides by (without sqrt(dt))."""
     prediction: Tensor | None = None
     """[n, u, ...] the network's prediction (velocity of a transition, x0 of a noise pair)."""
+    velocity: Tensor | None = None
+    """[n, u, ...] velocity of a denoising network, whatever the unit."""
     entropy: Tensor | None = None
     """[n, u] entropy in nats of a token distribution, only when asked for."""
 
@@ -329,7 +331,7 @@ class MicroBatch:
     units: Tensor
     """[u] int64, the unit indices replayed in this pass (all `T`, or a chunk of them)."""
     advantages: Tensor
-    """[n, u, *map] or [n, 1], broadcastable to the unit loss."""
+    """[n, u, *map], [n, 1] or [n, 1, *map], broadcastable to the unit loss."""
     mask: Tensor
     """[n, u] float, 1 on trained units."""
     log_prob: LogProb

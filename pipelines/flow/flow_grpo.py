@@ -61,9 +61,9 @@ class FlowGrpo(Method[FlowGrpoConfig]):
 
     def check(self, run: RunConfig, sampling: Any) -> None:
         """The sampler must be stochastic and hold the window."""
-        if sampling.solver == "ode":
+        if sampling.deterministic:
             raise UserError(
-                "flow_grpo trains noisy steps, but sampling.solver is 'ode'; use flow_sde, dance_sde, cps or ddim"
+                f"flow_grpo trains noisy steps, but sampling.solver is {sampling.solver!r}; use flow_sde, dance_sde, cps or ddim"
             )
         if self.config.window is not None:
             self._window(sampling.steps, None)

@@ -123,6 +123,27 @@ def test_first_sde_step_by_hand(prompts: Any) -> None:
     assert torch.allclose(replay.value[:, 0], expected, atol=1e-9)
 
 
+def test_second_order_steps_by_hand(prompts: Any) -> None:
+    """Solver dpm: each clean prediction is extended by the one before it; nothing is stored to train."""
+    adapter = ToyDiffusion()
+    options = DiffusionSampling(steps=4, solver="dpm", shift=2.0)
+    rows = adapter.sample(prompts, seed=5, sampling=options)
+    levels = flow_match_sigmas(4, 2.0, dtype=torch.float64).tolist()
+    x = row_noise(5, prompts.row_ids, adapter.shape, "initial").double()
+    drive = torch.tensor([len(text) / 10 for text in prompts.prompts]).double().view(-1, 1, 1, 1)
+    before = None
+    for sigma, sigma_next in itertools.pairwise(levels):
+        clean = x - sigma * (0.7 * x + 0.3 * (drive + sigma))
+        target = clean
+        if before is not None and before[1] < 1 and sigma_next > 0:
+            logs = [math.log((1 - s) / s) for s in (before[1], sigma, sigma_next)]
+            target = clean + (logs[2] - logs[1]) / (2 * (logs[1] - logs[0])) * (clean - before[0])
+        x = sigma_next / sigma * x + (1 - sigma_next / sigma) * target
+        before = clean, sigma
+    torch.testing.assert_close(rows.data["final"], x, rtol=0, atol=1e-6)
+    assert (rows.num_units, set(rows.data)) == (0, {"final"})
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_window_stores_its_steps_and_the_rest_is_ode(contract: Any, prompts: Any, solver: str) -> None:
     adapter, options = ToyDiffusion(), DiffusionSampling(steps=6, solver=solver)

@@ -45,8 +45,9 @@ class DiffusionSampling(SamplingConfig):
 
     steps: Positive = 10
     guidance: Annotated[float, Field(ge=0)] = Field(1.0, description="u + guidance * (c - u); 1 = none, one forward")
-    solver: Literal["ode", "flow_sde", "dance_sde", "cps", "ddim"] = Field(
-        "flow_sde", description="of the stochastic steps"
+    solver: Literal["ode", "dpm", "flow_sde", "dance_sde", "cps", "ddim"] = Field(
+        "flow_sde",
+        description="ode (Euler) and dpm (second order) have no noise; the others are those of the stochastic steps",
     )
     noise_scale: Annotated[float, Field(gt=0)] = Field(0.7, description="0.7 flow_sde, 0.3 dance_sde, 0.8 cps, 1 ddim")
     height: Positive | None = Field(None, description="pixels; null = the model's default")
@@ -88,6 +89,11 @@ class DiffusionSampling(SamplingConfig):
         if self.tail_ratio is not None and self.schedule != "linear":
             raise ValueError("tail_ratio shortens schedule 'linear': set schedule to it, and shift to 3")
         return self
+
+    @property
+    def deterministic(self) -> bool:
+        """True where no step has noise, so none can be trained as a transition."""
+        return self.solver in ("ode", "dpm")
 
     @property
     def replays_the_sampler(self) -> bool:
@@ -188,10 +194,12 @@ class DiffusionAdapter(PolicyAdapter):
             UserError: `units` is not ascending, leaves the schedule, or asks for steps that have no noise.
         """
         if units is None:
-            return [] if sampling.solver == "ode" else list(range(sampling.steps - 1))
+            return [] if sampling.deterministic else list(range(sampling.steps - 1))
         steps = [int(unit) for unit in units]
-        if steps and sampling.solver == "ode":
-            raise UserError(f"solver 'ode' has no stochastic steps, but {steps} are to be trained: set sampling.solver")
+        if steps and sampling.deterministic:
+            raise UserError(
+                f"solver {sampling.solver!r} has no stochastic steps, but {steps} are to be trained: set sampling.solver"
+            )
         end = sampling.steps - (sampling.solver in ("cps", "ddim"))  # their last step has no noise
         if steps != sorted(set(steps)) or (steps and not 0 <= steps[0] <= steps[-1] < end):
             raise UserError(
@@ -221,7 +229,7 @@ class DiffusionAdapter(PolicyAdapter):
         if sampling.solver == "flow_sde":
             return flow_sde_step(latents, velocity, sigma, sigma_next, noise_scale=scale, sigma_max=sigma_max)
         raise UserError(
-            "solver 'ode' has no stochastic transition: set sampling.solver to flow_sde, dance_sde, cps or ddim"
+            f"solver {sampling.solver!r} has no stochastic transition: set sampling.solver to flow_sde, dance_sde, cps or ddim"
         )
 
     @torch.no_grad()
@@ -247,10 +255,16 @@ class DiffusionAdapter(PolicyAdapter):
         noise = row_noise(seed, prompts.row_ids, (len(steps), *shape), "steps").to(**run)
         stored = torch.empty(2, count, len(steps), *shape, **run)
         values = []
+        before: tuple[Tensor, Tensor] | None = None  # of solver dpm: the last clean prediction and its level
         end = options.steps if options.tail_ratio is None or not steps else steps[-1] + 1
         for step in range(end):
             sigma, sigma_next = sigmas[step].expand(count), sigmas[step + 1].expand(count)
             velocity = self._velocity(latents, sigma, inputs, options)
+            if options.solver == "dpm":
+                clean = x0_from_velocity(latents, velocity, sigma)
+                latents = multistep_step(latents, clean, sigma, sigma_next, before=before)
+                before = clean, sigmas[step]
+                continue
             if step not in steps:
                 latents = ode_step(latents, velocity, sigma, sigma_next).mean
                 continue
@@ -281,6 +295,7 @@ class DiffusionAdapter(PolicyAdapter):
         Transitions: `value` [n, u, *map], `mean` and `prediction` (the velocity) [n, u, *latent], `std` and
         `kl_std` [n, u].
         Noise pairs: `value` [n, u] is minus the pair's denoising loss, `prediction` [n, u, *latent] the predicted x0.
+        Both: `velocity` [n, u, *latent].
         """
         if entropy:
             raise UserError("a diffusion policy has no token entropy; its transitions have a fixed spread")
@@ -369,8 +384,10 @@ class DiffusionAdapter(PolicyAdapter):
         move = self.transition(latents, velocity, sigma, sigma_next, sampling=options, sigma_max=sigmas[1])
         value = transition_log_prob(move, following, options.reduction, channel_dim=self.channel_dim)
         kl_std = move.std / move.kl_factor.sqrt()
-        mean, std, kl_std, prediction = (item.unflatten(0, size) for item in (move.mean, move.std, kl_std, velocity))
-        return LogProb(value=value.unflatten(0, size), mean=mean, std=std, kl_std=kl_std, prediction=prediction)
+        mean, std, kl_std, velocity = (item.unflatten(0, size) for item in (move.mean, move.std, kl_std, velocity))
+        return LogProb(
+            value=value.unflatten(0, size), mean=mean, std=std, kl_std=kl_std, prediction=velocity, velocity=velocity
+        )
 
     def _replay_pairs(self, rollouts: RolloutBatch, units: Tensor, options: DiffusionSampling) -> LogProb:
         size = (len(rollouts), len(units))
@@ -381,4 +398,4 @@ class DiffusionAdapter(PolicyAdapter):
         velocity = self._replay_velocity(noised, sigma, rollouts.prompts.context("training"), len(units), options)
         prediction = x0_from_velocity(noised, velocity, sigma).unflatten(0, size)
         loss = elbo_pair_loss(prediction, final, self_normalize=options.self_normalize, floor=1e-5)
-        return LogProb(value=-loss, prediction=prediction)
+        return LogProb(value=-loss, prediction=prediction, velocity=velocity.unflatten(0, size))
