@@ -183,7 +183,7 @@ class TestTexts:
         assert main(["eval", "vqa", "--compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 2
         assert "holds results of 'text', not of 'vqa'" in capsys.readouterr().err
         assert main(["eval", "text", "--compare", str(tmp_path / "a"), str(tmp_path / "d")]) == 0
-        assert "Left out: 1 samples that only A has and 0 that only B has." in capsys.readouterr().err
+        assert "Left out: 1 samples that only a has and 0 that only b has." in capsys.readouterr().err
         with pytest.raises(UserError, match="made with other settings"):
             self.run(tmp_path, "a", ones, said, reward="anls")
         (tmp_path / "a" / "settings.json").write_text("{")

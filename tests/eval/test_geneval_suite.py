@@ -244,7 +244,7 @@ class TestResultFolder:
         images.write_samples(folder, 1, {"tag": "colors", "prompt": "new", "include": []}, torch.ones(1, 3, 8, 8))
         again = Counting()
         geneval.evaluate(images=folder, out=out, detector=again)
-        assert again.seen == 1
+        assert again.seen == 2  # the new image, and the other one of the prompt: it is asked something else now
         with pytest.raises(UserError, match=r"other settings \(threshold was 0.3 and is now 0.5\)"):
             geneval.evaluate(images=folder, out=out, detector=Counting(), threshold=0.5)
 
