@@ -15,7 +15,7 @@ from visual_grpo.errors import UnknownNameError, UserError
 from visual_grpo.option_types import check_types
 
 if TYPE_CHECKING:
-    from visual_grpo.method import MethodStack
+    from visual_grpo.stack import MethodStack
     from visual_grpo.trainer import Result
 
 
@@ -88,8 +88,8 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     from visual_grpo.adapters.protocol import PolicyAdapter
     from visual_grpo.batching import check_geometry
     from visual_grpo.distributed import launched_processes
-    from visual_grpo.method import MethodStack, method_class, named_methods
     from visual_grpo.registry import ADAPTERS
+    from visual_grpo.stack import MethodStack, method_class, named_methods
     from visual_grpo.tracking import check_trackers
 
     raw = merge(read_config(source), _nested(overrides))

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from visual_grpo.data import PromptSource
     from visual_grpo.distributed import Ranks
     from visual_grpo.evaluation import Evaluation
-    from visual_grpo.method import MethodStack
     from visual_grpo.normalise import Normalisers
     from visual_grpo.optimizer import Optimizer
     from visual_grpo.policy import Policy
+    from visual_grpo.stack import MethodStack
     from visual_grpo.writer import RunWriter
 
 

@@ -16,8 +16,9 @@ from visual_grpo.aggregation import Totals, expand_units, reduce_map
 from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
-from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.method import LoopState
 from visual_grpo.objectives import Metrics
+from visual_grpo.stack import MethodStack
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch, Span
 
 RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 42)), torch.tensor([1e9])])

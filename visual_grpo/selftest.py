@@ -15,7 +15,8 @@ from visual_grpo.batching import micro_batches
 from visual_grpo.combination import judged, on_all_processes, signal
 from visual_grpo.errors import RunError
 from visual_grpo.loss import LossInputs, passes, step_totals
-from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.method import LoopState
+from visual_grpo.stack import MethodStack
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 1e-1, "float16": 3e-2}

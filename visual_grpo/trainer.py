@@ -26,7 +26,7 @@ from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
 from visual_grpo.loss import LossInputs, fixed_weights, passes, settle_old, step_totals
-from visual_grpo.method import LoopState, MethodStack
+from visual_grpo.method import LoopState
 from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
 from visual_grpo.normalise import Normalisers
 from visual_grpo.optimizer import Optimizer
@@ -35,6 +35,7 @@ from visual_grpo.policy import Policy
 from visual_grpo.schedules import ema_decay, ema_is_due
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.selftest import require, self_test
+from visual_grpo.stack import MethodStack
 from visual_grpo.types import PromptBatch, RewardBatch, RewardStatus, RolloutBatch
 from visual_grpo.watchdog import Watchdog
 from visual_grpo.writer import RunWriter

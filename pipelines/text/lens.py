@@ -29,8 +29,9 @@ from visual_grpo.config import (
 )
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.groups import num_segments_of, segment_count, segment_sum
-from visual_grpo.method import LoopState, Method, MethodConfig, Needs, named_methods
+from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.pipelines.text.grpo import arithmetic
+from visual_grpo.stack import named_methods
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
 SMALLEST = 1e-12

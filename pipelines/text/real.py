@@ -32,9 +32,10 @@ from visual_grpo.config import (
     TrainConfig,
 )
 from visual_grpo.errors import RunError, UserError
-from visual_grpo.method import LoopState, Method, MethodConfig, Needs, fills, method_class, named_methods
+from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.objectives import Metrics
 from visual_grpo.pipelines.text.grpo import arithmetic
+from visual_grpo.stack import fills, method_class, named_methods
 from visual_grpo.types import MicroBatch, RewardBatch, RolloutBatch
 
 Form = Literal["anchored", "bce", "product"]

@@ -17,8 +17,9 @@ from toy_run import toy_trainer
 from visual_grpo.aggregation import Totals, aggregation_coefficients
 from visual_grpo.combination import judged
 from visual_grpo.loss import LossInputs, regularisers
-from visual_grpo.method import LoopState, Method, MethodConfig, MethodStack
+from visual_grpo.method import LoopState, Method, MethodConfig
 from visual_grpo.metrics import Stats, flat_rows
+from visual_grpo.stack import MethodStack
 from visual_grpo.types import RewardBatch
 
 

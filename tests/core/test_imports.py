@@ -25,7 +25,7 @@ LAYERS = [
     {"groups", "advantages", "objectives", "aggregation", "divergences", "transitions", "schedules"},
     {"adapters"},
     {"policy"},
-    {"method"},
+    {"method", "stack"},
     {"trainer"},
     {"api"},
     {"cli", "__main__"},

@@ -14,9 +14,9 @@ from visual_grpo.build import build_trainer
 from visual_grpo.config import merge, to_yaml
 from visual_grpo.distributed import Ranks
 from visual_grpo.loss import LossInputs, passes, step_totals
-from visual_grpo.method import MethodStack
 from visual_grpo.metrics import Stats
 from visual_grpo.run_folder import RunFolder
+from visual_grpo.stack import MethodStack
 from visual_grpo.trainer import Trainer
 
 BINARY = (torch.arange(32) * 0.37).sin() > 0.5

@@ -14,13 +14,13 @@ from loss_rows import inputs_of, mask_of, micro_of, scored, state_of
 
 from visual_grpo.aggregation import Totals, aggregate, aggregation_coefficients
 from visual_grpo.loss import regularisers, surrogate_loss
-from visual_grpo.method import MethodStack
 from visual_grpo.objectives import clipped_surrogate
 from visual_grpo.pipelines.text.balanced_aggregation import (
     BalancedAggregation,
     BalancedAggregationConfig,
     balanced_weights,
 )
+from visual_grpo.stack import MethodStack
 
 ADVANTAGES = torch.tensor([1.2, -0.6, -0.6], dtype=torch.float64)
 LENGTHS = [2, 3, 4]

@@ -16,8 +16,9 @@ from visual_grpo.advantages import group_advantages
 from visual_grpo.aggregation import Totals, aggregate, aggregation_coefficients
 from visual_grpo.errors import UserError
 from visual_grpo.loss import regularisers
-from visual_grpo.method import MethodConfig, MethodStack
+from visual_grpo.method import MethodConfig
 from visual_grpo.pipelines.text.lambda_grpo import LambdaGrpo, sharing_counts
+from visual_grpo.stack import MethodStack
 
 IDS = torch.tensor([[1, 2, 3, 0], [1, 2, 4, 7], [1, 8, 0, 0], [9, 9, 9, 0]])
 LENGTHS = torch.tensor([3, 4, 2, 3])

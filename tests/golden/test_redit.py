@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from loss_rows import mask_of, rollouts_of, scored, state_of
 
 from visual_grpo.combination import combined_advantages, judged
-from visual_grpo.method import MethodStack
 from visual_grpo.pipelines.text.redit import Redit, ReditConfig, on_the_sum
+from visual_grpo.stack import MethodStack
 
 NAN = float("nan")
 CLEAN = [1.0, 0, 0, 1, 0, 0, 0, 0]

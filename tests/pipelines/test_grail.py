@@ -17,8 +17,8 @@ from visual_grpo.config import to_yaml
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
 from visual_grpo.loss import LossInputs
-from visual_grpo.method import MethodStack
 from visual_grpo.run_folder import RunFolder
+from visual_grpo.stack import MethodStack
 from visual_grpo.trainer import Trainer
 
 _spec = importlib.util.spec_from_file_location("toy_run", Path(__file__).parents[1] / "core" / "toy_run.py")
