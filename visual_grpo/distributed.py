@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 from visual_grpo.errors import RunError, UserError
 
 FAILURE = "visual_grpo/failure"
+LEFT = "visual_grpo/left/{}"
+"""Set where a process needs the store no more."""
+LISTEN_S = 0.5
+"""Seconds between two looks for the failure of another process."""
 FAREWELL = timedelta(seconds=30)
-"""How long the main process keeps the store for the others; on a busy machine they take a while to notice a failure."""
+"""How long the main process keeps the store for the others."""
 LOST = timedelta(seconds=5)
 """The same where one of them has gone without a word, and will not come."""
 T = TypeVar("T")
@@ -66,6 +71,10 @@ class Ranks:
         self.world = launched_processes()
         self.store: Any = None
         self._farewell = FAREWELL
+        self._told: dict[str, Any] | None = None
+        self._left = False  # the main process knows that this one needs its store no more
+        self._closing = threading.Event()
+        self._listener: threading.Thread | None = None
         if self.world > 1 and not dist.is_initialized():
             # Figures, rows and messages go between CPUs; only gradients go between accelerators.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -83,6 +92,22 @@ class Ranks:
             )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
+        if self.store is not None:
+            self._listener = threading.Thread(target=self._listen, args=(self.store.clone(),), daemon=True)
+            self._listener.start()
+
+    def _listen(self, store: Any) -> None:
+        """Take the reason of a failure as soon as it is told, and say so: then the main process, and its store, may go.
+
+        Collectives wake up by the closing of sockets, which torch may put off until the process has ended.
+        """
+        with suppress(RuntimeError):
+            while not self._closing.wait(LISTEN_S):
+                if store.check([FAILURE]):
+                    self._told = json.loads(store.get(FAILURE))
+                    store.set(LEFT.format(self.rank), "")
+                    self._left = True
+                    return
 
     def __enter__(self) -> Ranks:
         return self
@@ -94,6 +119,8 @@ class Ranks:
 
     def _tell(self, error: BaseException) -> None:
         """Leave the reason where the other processes will look for it, unless it came from one of them."""
+        if self._told is not None:
+            return
         told = {"rank": self.rank, "message": str(error) or type(error).__name__, "user": isinstance(error, UserError)}
         with suppress(RuntimeError):
             if not self.store.check([FAILURE]):
@@ -110,10 +137,11 @@ class Ranks:
         try:
             return collective(*args, **options)
         except RuntimeError as error:
-            told, self._farewell = None, LOST
+            self._farewell = LOST
             with suppress(RuntimeError):
-                if self.store is not None and self.store.check([FAILURE]):
-                    told = json.loads(self.store.get(FAILURE))
+                if self._told is None and self.store is not None and self.store.check([FAILURE]):
+                    self._told = json.loads(self.store.get(FAILURE))
+            told = self._told
             if told is None:
                 raise RunError(
                     f"process {self.rank} lost the others: one has ended without a word (killed, or out of memory), or the "
@@ -221,9 +249,14 @@ class Ranks:
         if not dist.is_initialized():
             return
         dist.destroy_process_group()
+        self._closing.set()
+        if self._listener is not None:
+            self._listener.join()
         if self.store is not None:
             with suppress(RuntimeError):
-                self.store.set(f"visual_grpo/left/{self.rank}", "")
                 if self.rank == 0:
-                    self.store.wait([f"visual_grpo/left/{rank}" for rank in range(self.world)], self._farewell)
+                    self.store.set(LEFT.format(0), "")
+                    self.store.wait([LEFT.format(rank) for rank in range(self.world)], self._farewell)
+                elif not self._left:
+                    self.store.set(LEFT.format(self.rank), "")
             self.store = None

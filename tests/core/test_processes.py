@@ -193,6 +193,15 @@ def fails_on_rank_0(prompts: list[str], completions: list[str]) -> list[float]:
     return [0.0] * len(prompts)
 
 
+HELD: list[Any] = []
+
+
+def fails_and_holds_the_group(prompts: list[str], completions: list[str]) -> list[float]:
+    """While anything refers to the process group, its sockets stay open, and the other process waits in its collective."""
+    HELD.append(torch.distributed.group.WORLD)
+    return fails_on_rank_0(prompts, completions)
+
+
 def dies_on_rank_1(prompts: list[str], completions: list[str]) -> list[float]:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -207,6 +216,14 @@ def test_a_failure_of_one_process_ends_both_with_its_message(tmp_path: Path, ran
     assert all("the reward server is away" in log for log in logs), "\n".join(logs)
     assert f"Error: process {rank} failed: reward" in logs[1 - rank]
     assert "Traceback" not in logs[0] + logs[1]
+
+
+def test_a_group_that_outlives_its_end_delays_nothing(tmp_path: Path) -> None:
+    reward = {"test_processes:fails_and_holds_the_group": {"retries": 0}}
+    assert pair(toy_config(tmp_path, rewards=reward), tmp_path / "run") == [1, 1]
+    told = (tmp_path / "run-1.log").read_text()
+    assert "Error: process 0 failed: reward" in told
+    assert "the reward server is away" in told
 
 
 class LateStore:
