@@ -23,6 +23,8 @@ from visual_grpo.errors import UnknownNameError, UserError, did_you_mean
 
 __all__ = ["ADAPTERS", "EVALS", "METHODS", "RECIPES", "REWARDS", "Registry", "Table", "load_object"]
 
+MOST_LISTED = 60
+"""Names that a message may hold."""
 T = TypeVar("T")
 Decorated = TypeVar("Decorated")
 Table = Mapping[str, tuple[str, str] | tuple[str, str, Mapping[str, str]]]
@@ -171,6 +173,8 @@ class Registry(Generic[T]):
         if not sources:
             known = self.names()
             listing = ", ".join(known) if known else "none"
+            if len(known) > MOST_LISTED:
+                listing = f"{len(known)} names, which `visual-grpo list {self.kind}s` prints"
             raise UnknownNameError(
                 f"no {self.kind} named {name!r}.{did_you_mean(name, known)} Known: {listing}. "
                 f"To use your own, give 'package.module:Name' in place of the name."
