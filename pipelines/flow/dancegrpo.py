@@ -18,7 +18,6 @@ from pydantic import Field
 
 from visual_grpo.config import (
     DataConfig,
-    EmaConfig,
     EvalConfig,
     KlConfig,
     LoraConfig,
@@ -30,7 +29,7 @@ from visual_grpo.config import (
 )
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs, rollout_seed
-from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium, tiny_training
 from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
 from visual_grpo.types import PromptBatch, RolloutBatch
 
@@ -101,15 +100,7 @@ def _tiny(name: str, method: list[Any], summary: str, *, iterations: int) -> Run
         summary,
         sampling={"steps": 6, "guidance": 1.0, "noise_scale": 0.3, "schedule": "scheduler", "shift": None},
         kl=KlConfig(beta=0.3, estimator="gaussian"),
-        train=TrainConfig(
-            steps=iterations,
-            prompts_per_step=8,
-            group_size=12,
-            micro_batch=96,
-            units_per_pass=1,
-            optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
-            ema=EmaConfig(decay=0.9, every=1),
-        ),
+        train=tiny_training(iterations),
     )
 
 

@@ -114,6 +114,19 @@ def scenes(name: str, method: Any, summary: str, **sections: Any) -> RunConfig:
     return RunConfig(name=name, summary=summary, method=method if isinstance(method, list) else [method], **settings)
 
 
+def tiny_training(steps: int) -> TrainConfig:
+    """The best of four settings on the testbed (docs/results.md), shared by the methods that train transitions."""
+    return TrainConfig(
+        steps=steps,
+        prompts_per_step=8,
+        group_size=12,
+        micro_batch=96,
+        units_per_pass=1,
+        optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
+        ema=EmaConfig(decay=0.9, every=1),
+    )
+
+
 def flow_grpo_tiny() -> RunConfig:
     """Flow-GRPO on the tiny SD3, with the best of four settings (docs/results.md); as long as `quickstart` by the clock."""
     return scenes(
@@ -122,15 +135,7 @@ def flow_grpo_tiny() -> RunConfig:
         "Flow-GRPO on the testbed's scenes",
         sampling={"steps": 6, "guidance": 1.0, "noise_scale": 0.7},
         kl=KlConfig(beta=0.3, estimator="gaussian"),
-        train=TrainConfig(
-            steps=48,
-            prompts_per_step=8,
-            group_size=12,
-            micro_batch=96,
-            units_per_pass=1,
-            optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
-            ema=EmaConfig(decay=0.9, every=1),
-        ),
+        train=tiny_training(48),
     )
 
 

@@ -20,7 +20,6 @@ import torch
 from pydantic import Field
 
 from visual_grpo.config import (
-    EmaConfig,
     EvalConfig,
     KlConfig,
     LoraConfig,
@@ -32,7 +31,7 @@ from visual_grpo.config import (
 )
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs, rollout_seed
-from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium, tiny_training
 from visual_grpo.types import PromptBatch, RolloutBatch
 
 
@@ -179,15 +178,7 @@ def _tiny(name: str, method: Mapping[str, Any], summary: str, *, iterations: int
             batch=240,
             sampling={"solver": "ode", "steps": 6, "schedule": "scheduler", "shift": None, "tail_ratio": None},
         ),
-        train=TrainConfig(
-            steps=iterations,
-            prompts_per_step=8,
-            group_size=12,
-            micro_batch=96,
-            units_per_pass=1,
-            optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
-            ema=EmaConfig(decay=0.9, every=1),
-        ),
+        train=tiny_training(iterations),
     )
 
 

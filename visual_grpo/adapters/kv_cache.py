@@ -6,6 +6,7 @@ transformers' own cache joins old and new tensors at every token, which costs mo
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ BLOCK = 128
 """Tokens by which a buffer grows."""
 
 
-class KeyValueCache:
+class KeyValueCache(ABC):
     """What transformers' attention layers and mask builders ask of a cache; layers are numbered from 0."""
 
     is_sliding = (False,)
@@ -24,13 +25,13 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @abstractmethod
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take the [n, heads, S, d] keys and values of the tokens read now; returns those to attend to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before those that are read now."""
-        raise NotImplementedError
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first token that is read now."""
