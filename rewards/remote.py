@@ -231,7 +231,7 @@ class Remote(Reward):
             pause = min(2 * pause, LONGEST_PAUSE)
         late = deadline - time.monotonic() <= pause
         within = f"within {self.limit_s:g} s" if late else f"in {self.attempts} rounds"
-        told = "; ".join(f"{url}: {reason}" for url, reason in failures.items()) or "no attempt was possible"
+        told = "; ".join(f"{url}: {failures[url]}" for url in self.urls if url in failures) or "no attempt was possible"
         raise Unreachable(
             f"no answer {within} ({told}). Start the server again and go on with --resume, or raise "
             f"timeout_s of the reward"
