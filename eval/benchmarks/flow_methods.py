@@ -3,7 +3,7 @@
     visual-grpo benchmark flow_methods --seeds 3 minutes=8
     visual-grpo benchmark flow_methods --seeds 2 minutes=4 "methods=[flow_grpo, v_grpo]" target=0.45
 
-Every method trains its recipe NAME_tiny for `minutes` of training time (evaluations do not count) and is evaluated on a fixed
+Every method trains its recipe NAME_tiny (`quickstart` is V-GRPO's) for `minutes` of training time (evaluations do not count) and is evaluated on a fixed
 grid of times under averaged weights, always by the same sampler. A recipe's learning rate falls to 0 at its last step, so the
 number of steps is set beforehand to what fits, from a few timed iterations. Steps, sampled pictures and the network calls that a
 picture cost are counted, not computed. Finished arms lie in OUT/arms and are not run again. Run it while nothing else runs.
@@ -34,6 +34,8 @@ METHODS = (
     "mv_grpo",
     "vipo",
 )
+RECIPE_OF = {"v_grpo": "quickstart"}
+"""Where a method's recipe of the shared batch is not NAME_tiny."""
 VANILLA, RIVAL = "flow_grpo", "v_grpo"
 SAMPLER = {
     "solver": "ode",
@@ -118,13 +120,17 @@ def _chosen(methods: Sequence[str] | None) -> tuple[list[str], list[str]]:
 
     known = set(RECIPES.names())
     for name in methods or ():
-        if f"{name}_tiny" not in known:
+        if _recipe(name) not in known:
             there = [k.removesuffix("_tiny") for k in known if k.endswith("_tiny")]
             raise UserError(
-                f"methods: {name!r} has no recipe {name}_tiny.{did_you_mean(name, there)} Known: {', '.join(sorted(there))}."
+                f"methods: {name!r} has no recipe {_recipe(name)}.{did_you_mean(name, there)} Known: {', '.join(sorted(there))}."
             )
-    names = list(dict.fromkeys(methods)) if methods else [name for name in METHODS if f"{name}_tiny" in known]
+    names = list(dict.fromkeys(methods)) if methods else [name for name in METHODS if _recipe(name) in known]
     return names, [] if methods else [name for name in METHODS if name not in names]
+
+
+def _recipe(name: str) -> str:
+    return RECIPE_OF.get(name, f"{name}_tiny")
 
 
 def _plan(name: str, settings: Mapping[str, Any], *, seed: int = 0, steps: int | None = None) -> Any:
@@ -140,7 +146,7 @@ def _plan(name: str, settings: Mapping[str, Any], *, seed: int = 0, steps: int |
         "eval": {"sampling": SAMPLER, "grid": 0},
         "self_test": {"enabled": False},
     }
-    return plan(f"{name}_tiny", merge(over, settings["overrides"]))
+    return plan(_recipe(name), merge(over, settings["overrides"]))
 
 
 def _check_same(plans: Mapping[str, Any]) -> None:
@@ -151,7 +157,7 @@ def _check_same(plans: Mapping[str, Any]) -> None:
             mine, theirs = (_value(p.config, key) for p in (made, plans[first]))
             if mine != theirs:
                 raise UserError(
-                    f"{name}_tiny and {first}_tiny cannot be compared: {key} is {mine!r} and {theirs!r}; leave one out with "
+                    f"{_recipe(name)} and {_recipe(first)} cannot be compared: {key} is {mine!r} and {theirs!r}; leave one out with "
                     f"methods=[...], or set overrides.{key}"
                 )
 
@@ -316,8 +322,8 @@ def _write(
     write_atomic(folder / "results.json", json.dumps({**result, "arms": arms}, indent=1))
     left_out = f" Not run, no recipe: {', '.join(result['absent'])}." if result["absent"] else ""
     head = (
-        f"Held-out {score} after {result['minutes']:g} minutes of training ({result['clock']} time), mean ± standard deviation of {result['seeds']} "
-        f"seed(s); all methods are evaluated by one sampler.{left_out}\n\n"
+        f"Held-out {score} after {result['minutes']:g} minutes of training ({result['clock']} time), mean ± standard deviation "
+        f"of {result['seeds']} seed(s); all methods are evaluated by one sampler.{left_out}\n\n"
     )
     write_atomic(folder / "results.md", head + table(result))
     write_atomic(folder / "curves.svg", curves(arms, score, result["target"]))
