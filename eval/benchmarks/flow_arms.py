@@ -1,10 +1,11 @@
-"""One run of the benchmark flow_methods: the toolkit's trainer, stopped by the clock and evaluated by it."""
+"""One run of the benchmark flow_methods: the toolkit's trainer, with evaluations between its steps."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,15 +99,16 @@ def time_iterations(made: Plan, folder: Path, count: int, *, clock: str = "wall"
 
 
 def train_arm(
-    made: Plan, folder: Path, *, times: Sequence[float], samples: int, final_samples: int, clock: str = "wall"
+    made: Plan, folder: Path, *, points: int, step_s: float, samples: int, final_samples: int
 ) -> dict[str, Any]:
-    """Train until the last of `times` (seconds of training) or the config's last step; evaluate when each has passed.
+    """Train the config's steps; evaluate before the first and `points` times, evenly spaced, the last after the last step.
 
     Returns:
-        points: before the first step, and at each time: step, seconds, gradient_steps, pictures, the rows of `NetworkCalls`,
-        n (held-out pictures) and metrics.
+        points: step, seconds (steps times `step_s`), gradient_steps, pictures, the rows of `NetworkCalls`, n (held-out
+        pictures) and metrics; steps; train_s: what the steps really took by the clock.
     """
-    now, seconds = CLOCKS[clock], 0.0
+    steps = made.config.train.steps
+    due = {math.ceil(steps * (i + 1) / points) for i in range(points)}
     with _trainer(made, folder) as trainer:
         calls = NetworkCalls(trainer.policy)
 
@@ -115,7 +117,7 @@ def train_arm(
                 found = trainer.evaluate(count)
             return {
                 "step": trainer.step,
-                "seconds": seconds,
+                "seconds": trainer.step * step_s,
                 "gradient_steps": trainer.optimizer.steps_done,
                 "pictures": calls.pictures,
                 **{kind: calls.rows[kind] for kind in ("sampling", "replay", "training")},
@@ -123,13 +125,9 @@ def train_arm(
                 "metrics": found.metrics,
             }
 
-        points, left = [point(final_samples)], list(times)
-        while left:
-            started = now()
+        found = [point(final_samples)]
+        while trainer.step < steps:
             trainer.iteration()
-            seconds += now() - started
-            last = trainer.step >= made.config.train.steps
-            if last or seconds >= left[0]:
-                left = [] if last else [t for t in left if t > seconds]
-                points.append(point(samples if left else final_samples))
-    return {"points": points, "steps": points[-1]["step"]}
+            if trainer.step in due:
+                found.append(point(samples if trainer.step < steps else final_samples))
+        return {"points": found, "steps": steps, "train_s": trainer.progress.trained_s}

@@ -3,10 +3,11 @@
     visual-grpo benchmark flow_methods --seeds 3 minutes=8
     visual-grpo benchmark flow_methods --seeds 2 minutes=4 "methods=[flow_grpo, v_grpo]" target=0.45
 
-Every method trains its recipe NAME_tiny (`quickstart` is V-GRPO's) for `minutes` of training time (evaluations do not count) and is evaluated on a fixed
-grid of times under averaged weights, always by the same sampler. A recipe's learning rate falls to 0 at its last step, so the
-number of steps is set beforehand to what fits, from a few timed iterations. Steps, sampled pictures and the network calls that a
-picture cost are counted, not computed. Finished arms lie in OUT/arms and are not run again. Run it while nothing else runs.
+First an iteration of every method is timed, all methods in turn. Then each trains its recipe NAME_tiny (`quickstart` is V-GRPO's)
+for as many steps as fit into `minutes` of such iterations (a learning rate falls to 0 at the last step), and is evaluated at even
+distances under averaged weights, always by the same sampler. So work beside the benchmark can disturb the timing, never the
+training. Sampled pictures and the network calls that a picture cost are counted, not computed. Timings and finished arms lie in
+OUT/arms and are not made again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.eval.benchmarks.flow_arms import CLOCKS, time_iterations, train_arm
+from visual_grpo.run_folder import write_atomic
 
 __all__ = ["METHODS", "run", "summarise", "table", "time_to"]
 
@@ -37,6 +39,8 @@ METHODS = (
 RECIPE_OF = {"v_grpo": "quickstart"}
 """Where a method's recipe of the shared batch is not NAME_tiny."""
 VANILLA, RIVAL = "flow_grpo", "v_grpo"
+ROUNDS = 2
+"""Of timing, through all methods."""
 SAMPLER = {
     "solver": "ode",
     "steps": 6,
@@ -78,7 +82,8 @@ def run(
         methods: names; the recipe of NAME is NAME_tiny. Default: all of `METHODS` that have one.
         score: figure of an evaluation to compare.
         target: score whose time is asked for; default: what flow_grpo reaches in the end, else the weakest method.
-        calibration: iterations that are timed to set the number of steps; 0 leaves the recipe's number.
+        calibration: iterations of a method that are timed, `ROUNDS` times; 0 takes `minutes` for what the recipe's
+            own steps need.
         clock: `wall`, or `processor`: seconds of this process's processors, for a machine that does other work too; set
             OMP_NUM_THREADS=1, and they are what a quiet machine's clock would show.
         overrides: of every run's config, nested.
@@ -104,10 +109,14 @@ def run(
     plans = {name: _plan(name, settings) for name in chosen}
     _check_same(plans)
     (folder / "arms").mkdir(parents=True, exist_ok=True)
+    if calibration:
+        step_s = _times(chosen, settings, folder)
+    else:
+        step_s = {name: 60 * minutes / made.config.train.steps for name, made in plans.items()}
     arms: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     for seed in range(seeds):  # all methods of a seed before the next: an interrupted benchmark compares whole seeds
         for name in chosen:
-            arms[name].append(_arm(name, seed, settings, folder))
+            arms[name].append(_arm(name, seed, step_s[name], settings, folder))
     result = summarise(arms, score=score, target=target)
     result |= {"minutes": minutes, "seeds": seeds, "score": score, "absent": absent, "clock": clock}
     _write(folder, result, arms, score)
@@ -157,8 +166,8 @@ def _check_same(plans: Mapping[str, Any]) -> None:
             mine, theirs = (_value(p.config, key) for p in (made, plans[first]))
             if mine != theirs:
                 raise UserError(
-                    f"{_recipe(name)} and {_recipe(first)} cannot be compared: {key} is {mine!r} and {theirs!r}; leave one out with "
-                    f"methods=[...], or set overrides.{key}"
+                    f"{_recipe(name)} and {_recipe(first)} cannot be compared: {key} is {mine!r} and {theirs!r}; leave one "
+                    f"out with methods=[...], or set overrides.{key}"
                 )
 
 
@@ -168,32 +177,28 @@ def _value(config: Any, key: str) -> Any:
     return config
 
 
-def _arm(name: str, seed: int, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _arm(name: str, seed: int, step_s: float, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """One run, from its file where it was finished before."""
-    from visual_grpo.run_folder import write_atomic
-
     path = folder / "arms" / f"{name}-seed{seed}.json"
     if path.is_file():
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["settings"] != settings:
             raise UserError(f"{str(path)!r} is of a benchmark with other settings; take another folder (--out)")
         return found
-    steps = _steps(name, settings, folder)
+    steps = max(1, int(60 * settings["minutes"] / step_s + 1e-9))
     started = time.time()
-    made = _plan(name, settings, seed=seed, steps=steps)
-    times = [60 * settings["minutes"] * (i + 1) / settings["points"] for i in range(settings["points"])]
     arm = train_arm(
-        made,
+        _plan(name, settings, seed=seed, steps=steps),
         folder / "runs" / f"{name}-seed{seed}",
-        times=times,
+        points=settings["points"],
+        step_s=step_s,
         samples=settings["samples"],
         final_samples=settings["final_samples"],
-        clock=settings["clock"],
     )
     arm |= {
         "method": name,
         "seed": seed,
-        "planned_steps": steps,
+        "step_s": step_s,
         "clock_s": time.time() - started,
         "settings": settings,
     }
@@ -201,17 +206,23 @@ def _arm(name: str, seed: int, settings: Mapping[str, Any], folder: Path) -> dic
     return arm
 
 
-def _steps(name: str, settings: Mapping[str, Any], folder: Path) -> int:
-    """Iterations that fit into the time; measured once a method."""
-    if settings["calibration"] == 0:
-        return int(_plan(name, settings).config.train.steps)
-    path = folder / "arms" / f"{name}.calibration.json"
-    if not path.is_file():
-        timed = folder / "runs" / f"{name}-timed"
-        seconds = time_iterations(_plan(name, settings), timed, settings["calibration"], clock=settings["clock"])
-        path.write_text(json.dumps({"seconds": seconds}), encoding="utf-8")
-    seconds = float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
-    return max(1, int(60 * settings["minutes"] / seconds))
+def _times(names: Sequence[str], settings: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    """Seconds of an iteration by method: the fastest of `ROUNDS` rounds through all methods; from its file where it is there."""
+    path = folder / "arms" / "timing.json"
+    rounds = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    timed = {"calibration": settings["calibration"], "clock": settings["clock"], "overrides": settings["overrides"]}
+    if any(found["settings"] != timed for found in rounds):
+        raise UserError(f"{str(path)!r} is of a benchmark with other settings; take another folder (--out)")
+    while len(rounds) < ROUNDS or any(name not in found["seconds"] for name in names for found in rounds):
+        place = next((i for i, found in enumerate(rounds) if not set(names) <= set(found["seconds"])), len(rounds))
+        if place == len(rounds):
+            rounds.append({"settings": timed, "seconds": {}})
+        name = next(name for name in names if name not in rounds[place]["seconds"])
+        run = folder / "runs" / f"{name}-timed{place}"
+        seconds = time_iterations(_plan(name, settings), run, settings["calibration"], clock=settings["clock"])
+        rounds[place]["seconds"][name] = seconds
+        write_atomic(path, json.dumps(rounds, indent=1))
+    return {name: min(found["seconds"][name] for found in rounds) for name in names}
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------------
@@ -317,8 +328,6 @@ def _number(value: float | None) -> str:
 def _write(
     folder: Path, result: Mapping[str, Any], arms: Mapping[str, Sequence[Mapping[str, Any]]], score: str
 ) -> None:
-    from visual_grpo.run_folder import write_atomic
-
     write_atomic(folder / "results.json", json.dumps({**result, "arms": arms}, indent=1))
     left_out = f" Not run, no recipe: {', '.join(result['absent'])}." if result["absent"] else ""
     head = (
