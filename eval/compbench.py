@@ -91,38 +91,45 @@ def evaluate(
         except ValueError as error:
             raise UserError(f"{sample.file}: {error}; mend its line of the prompt file.") from None
     settings: dict[str, Any] = {"category": category, "threshold": threshold, "near": near, "parser": parser}
-
-    def run(source: str, rate: Callable[[list[Any], Tensor], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        def score(part: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
-            return rate([sample.metadata for sample in part], pictures)
-
-        settings["source"] = source
-        return score_samples(samples, score, name="compbench", out=out, settings=settings, batch_size=batch_size)
-
+    kwargs: dict[str, Any] = {"name": "compbench", "out": out, "settings": settings, "batch_size": batch_size}
     if category in ("color", "shape", "texture"):
-        with opened_judge(judge, judge_model, judge_options) as (name, asked):
-            lines = run(
-                name,
-                lambda rows, pictures: [
-                    _by_judge(asked, image, row, parser) for image, row in zip(to_pil(pictures), rows, strict=True)
-                ],
-            )
+        with opened_judge(judge, judge_model, judge_options) as (settings["source"], asked):
+            lines = score_samples(samples, _judged(asked, parser), **kwargs)
     else:
         finder = load_detector(detector, keep)
+        settings["source"] = detector if isinstance(detector, str) else type(detector).__name__
         rule = _spatial if category == "spatial" else _numeracy
-        lines = run(
-            detector if isinstance(detector, str) else type(detector).__name__,
-            lambda rows, pictures: [
-                rule(filter_detections(raw, None, keep), row, near)
-                for raw, row in zip(finder.detect(pictures), rows, strict=True)
-            ],
-        )
+        lines = score_samples(samples, _detected(finder, keep, rule, near), **kwargs)
     row = figure(f"T2I-CompBench {category}", lines, "score")
     if not row["images"]:
         raise UserError(f"compbench: no prompt asks for anything of the category {category!r}; see docs/evaluation.md.")
     summary = {"score": row["value"], "category": category, "judged_by": settings["source"], "images": row["images"]}
     summary |= {"not_applicable": len(lines) - row["images"], "table": [row]}
     return finish(summary, lines, out=out, verdict=_verdict, grid=grid)
+
+
+Scorer = Callable[[list[ImageSample], Tensor], list[dict[str, Any]]]
+"""One line for each picture of a batch."""
+
+
+def _judged(judge: Any, parser: str) -> Scorer:
+    """Scores by a judge's answers."""
+
+    def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
+        pairs = zip(to_pil(pictures), samples, strict=True)
+        return [_by_judge(judge, image, sample.metadata, parser) for image, sample in pairs]
+
+    return score
+
+
+def _detected(finder: Any, keep: DetectionFilter, rule: Callable[..., dict[str, Any]], near: float) -> Scorer:
+    """Scores by what a detector finds."""
+
+    def score(samples: list[ImageSample], pictures: Tensor) -> list[dict[str, Any]]:
+        found = zip(finder.detect(pictures), samples, strict=True)
+        return [rule(filter_detections(raw, None, keep), sample.metadata, near) for raw, sample in found]
+
+    return score
 
 
 def _entry(row: Mapping[str, Any], score: float | None, reason: str) -> dict[str, Any]:

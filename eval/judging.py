@@ -152,32 +152,12 @@ def ask(
         size, workers, retries = call.settings.batch_size, 1, 0
     errors: list[str] = []
 
-    def once(part: list[tuple[str, Question[T]]]) -> tuple[dict[str, str], dict[str, str]]:
-        said: dict[str, str] = {}
-        failed = dict.fromkeys((key for key, _ in part), "")
-        for _ in range(retries + 1):
-            left = [(key, question) for key, question in part if key in failed]
-            for (key, question), reply in zip(left, _replies(call, [q for _, q in left]), strict=True):
-                try:
-                    if isinstance(reply, Exception):
-                        raise reply
-                    question.read(reply)
-                except (UserError, RunError):
-                    raise
-                except Exception as raised:  # a judge may raise anything
-                    failed[key] = f"{type(raised).__name__}: {raised}"
-                else:
-                    said[key] = reply
-                    del failed[key]
-            if not failed:
-                break
-        return said, failed
-
     items = list(missing.items())
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for said, failed in track(pool.map(once, parts), description, len(parts)):
+            rounds = pool.map(lambda part: _attempts(call, part, retries + 1), parts)
+            for said, failed in track(rounds, description, len(parts)):
                 errors += failed.values()  # not kept: the next run asks again
                 for key, text in said.items():
                     store.put(key, answer=text)
@@ -188,6 +168,31 @@ def ask(
     if questions and all(record is None for record in found):
         raise RunError(f"judge {name!r} failed on all of {len(questions)} questions; the first: {errors[0]}")
     return [None if r is None else q.read(r["answer"]) for r, q in zip(found, questions, strict=True)]
+
+
+def _attempts(
+    judge: Judge | VlmJudge, part: Sequence[tuple[str, Question[T]]], most: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(reply by key, reason by key of what could not be had or read in `most` attempts)."""
+    said: dict[str, str] = {}
+    failed = dict.fromkeys((key for key, _ in part), "")
+    for _ in range(most):
+        left = [(key, question) for key, question in part if key in failed]
+        for (key, question), reply in zip(left, _replies(judge, [q for _, q in left]), strict=True):
+            try:
+                if isinstance(reply, Exception):
+                    raise reply
+                question.read(reply)
+            except (UserError, RunError):
+                raise
+            except Exception as raised:  # a judge may raise anything
+                failed[key] = f"{type(raised).__name__}: {raised}"
+            else:
+                said[key] = reply
+                del failed[key]
+        if not failed:
+            break
+    return said, failed
 
 
 def _replies(judge: Judge | VlmJudge, questions: Sequence[Question[T]]) -> list[str | Exception]:

@@ -274,8 +274,6 @@ def evaluate(
     Raises:
         UserError: unknown evaluation or wrong options.
     """
-    import inspect
-
     from visual_grpo.registry import EVALS, load_object
 
     protocol: Any = EVALS.get(name)
@@ -286,17 +284,10 @@ def evaluate(
     if model is not None:
         folder = Path(out if out is not None else f"eval-{name}")
         prescribed = getattr(sys.modules.get(protocol.__module__), "SAMPLES", 4)
-        if prompts is None and model.startswith("testbed/"):
-            prompts = {"text": "testbed/arithmetic", "ocr": "testbed/words"}.get(name, "testbed/scenes")
-        if prompts is None:
-            raise UserError(
-                f"evaluation {name!r} of a model needs its prompts: --prompts FILE, or --prompts testbed/scenes "
-                f"(testbed/words for ocr, testbed/arithmetic for text) for a model of the testbed"
-            )
         made = load_object("visual_grpo.eval.generate:generate")(
-            model, out=folder / "samples", prompts=str(prompts), lora=None if adapter is None else Path(adapter),
-            family=family, samples=prescribed if samples is None else samples, batch=batch, seed=seed, sampling=sampling,
-            dtype=dtype,
+            model, out=folder / "samples", prompts=_prompts_of(name, model, prompts),
+            lora=None if adapter is None else Path(adapter), family=family,
+            samples=prescribed if samples is None else samples, batch=batch, seed=seed, sampling=sampling, dtype=dtype,
         )  # fmt: skip
         out = folder
         if Path(made).is_file():
@@ -307,14 +298,32 @@ def evaluate(
         raise UserError("samples is how many images to make of each prompt; it belongs to a model (--model PATH)")
     if os.environ.get("RANK", "0") != "0":
         return {}
+    return protocol(**_accepted(name, protocol, {"images": images, "prompts": prompts, "out": out, **options}))
+
+
+def _prompts_of(name: str, model: str, prompts: str | Path | None) -> str:
+    """The prompts to sample; a model of the testbed has some of its own."""
+    if prompts is not None:
+        return str(prompts)
+    if model.startswith("testbed/"):
+        return {"text": "testbed/arithmetic", "ocr": "testbed/words"}.get(name, "testbed/scenes")
+    raise UserError(
+        f"evaluation {name!r} of a model needs its prompts: --prompts FILE, or --prompts testbed/scenes "
+        f"(testbed/words for ocr, testbed/arithmetic for text) for a model of the testbed"
+    )
+
+
+def _accepted(name: str, protocol: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` as far as the protocol takes it; what it does not know must be unset."""
+    import inspect
+
     try:
         accepted = inspect.signature(protocol).parameters
     except ValueError:
         raise UserError(f"evaluation {name!r} leads to {protocol!r}, which is no protocol") from None
-    given = {"images": images, "prompts": prompts, "out": out, **options}
-    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        unknown = sorted(k for k, v in given.items() if k not in accepted and v is not None)
-        if unknown:
-            raise UserError(f"evaluation {name!r} has no option {unknown[0]!r}; it takes {', '.join(sorted(accepted))}")
-        given = {k: v for k, v in given.items() if k in accepted}
-    return protocol(**given)
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return dict(given)
+    unknown = sorted(k for k, v in given.items() if k not in accepted and v is not None)
+    if unknown:
+        raise UserError(f"evaluation {name!r} has no option {unknown[0]!r}; it takes {', '.join(sorted(accepted))}")
+    return {k: v for k, v in given.items() if k in accepted}

@@ -55,7 +55,6 @@ def command(
 ) -> None:
     """Evaluate a model (--model), or images or texts that exist already, under a published protocol."""
     from visual_grpo.cli.output import as_mapping
-    from visual_grpo.config_text import parse_overrides
     from visual_grpo.errors import UserError
     from visual_grpo.registry import EVALS
 
@@ -65,16 +64,7 @@ def command(
     if compare is not None:
         if given or options or adapter or prompts or out:
             raise UserError("--compare reads two result folders; it takes no model, images, texts, prompts or options.")
-        from visual_grpo.registry import load_object
-
-        title = f"{name}: a = {compare[0]}, b = {compare[1]}"
-        found = load_object("visual_grpo.eval.compare:compare")(*compare, name)
-        show(title, found, as_json)
-        if found["only_a"] or found["only_b"]:
-            print(
-                f"Left out: {found['only_a']} samples that only a has and {found['only_b']} that only b has.",
-                file=sys.stderr,
-            )
+        _compare(name, *compare, as_json)
         return
     if len(given) != 1:
         raise UserError(
@@ -84,10 +74,7 @@ def command(
     if adapter is not None and model is None:
         raise UserError(f"--adapter is a LoRA for --model; with {given[0]} there is no model to put it on.")
     _check_prompts(prompts, model)
-    extra = parse_overrides(options or [])
-    taken = sorted({"model", "adapter", "images", "texts", "prompts", "out"} & set(extra))
-    if taken:
-        raise UserError(f"give {taken[0]} as the option --{taken[0]}, not as {taken[0]}=...")
+    extra = _options(options or [])
     if texts is not None:
         extra["texts"] = texts
 
@@ -98,6 +85,31 @@ def command(
     folder = out if out is not None or model is None else Path(f"eval-{name}")
     if folder is not None and result and not as_json:
         print(f"results: {folder}")
+
+
+def _compare(name: str, a: Path, b: Path, as_json: bool) -> None:
+    """Print the paired differences of two result folders."""
+    from visual_grpo.registry import load_object
+
+    found = load_object("visual_grpo.eval.compare:compare")(a, b, name)
+    show(f"{name}: a = {a}, b = {b}", found, as_json)
+    if found["only_a"] or found["only_b"]:
+        print(
+            f"Left out: {found['only_a']} samples that only a has and {found['only_b']} that only b has.",
+            file=sys.stderr,
+        )
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """The options of the protocol; what is an option of the command line is refused among them."""
+    from visual_grpo.config_text import parse_overrides
+    from visual_grpo.errors import UserError
+
+    extra = parse_overrides(given)
+    taken = sorted({"model", "adapter", "images", "texts", "prompts", "out"} & set(extra))
+    if taken:
+        raise UserError(f"give {taken[0]} as the option --{taken[0]}, not as {taken[0]}=...")
+    return extra
 
 
 def _check_prompts(prompts: str | None, model: str | None) -> None:
