@@ -82,7 +82,7 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
     ),
 }
 
-# A recipe is a function that returns a RunConfig.
+# A recipe is a function that returns a RunConfig, or a PipelineConfig of several stages.
 RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "quickstart": (
         "visual_grpo.pipelines.flow.v_grpo:quickstart",

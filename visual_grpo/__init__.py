@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from visual_grpo.api import evaluate as evaluate
     from visual_grpo.api import train as train
     from visual_grpo.config import RunConfig as RunConfig
+    from visual_grpo.config_stages import PipelineConfig as PipelineConfig
     from visual_grpo.errors import RunError as RunError
     from visual_grpo.errors import UserError as UserError
 
 _LAZY = {
     "train": "visual_grpo.api:train",
     "evaluate": "visual_grpo.api:evaluate",
+    "PipelineConfig": "visual_grpo.config_stages:PipelineConfig",
     "RunConfig": "visual_grpo.config:RunConfig",
     "UserError": "visual_grpo.errors:UserError",
     "RunError": "visual_grpo.errors:RunError",
@@ -55,6 +57,7 @@ _REGISTRY_CALLS = {
 }
 
 __all__ = [
+    "PipelineConfig",
     "RunConfig",
     "RunError",
     "UserError",

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from visual_grpo.config import RunConfig, merge, resolve, to_yaml, validate
+from visual_grpo.config_stages import PipelineConfig
 from visual_grpo.config_text import dotted, key_parts, load_yaml, parse_overrides
 from visual_grpo.errors import UnknownNameError, UserError
 from visual_grpo.option_types import check_types
 
 if TYPE_CHECKING:
     from visual_grpo.stack import MethodStack
+    from visual_grpo.stage_runs import PipelineResult
+    from visual_grpo.stages import PipelinePlan
     from visual_grpo.trainer import Result
 
 
@@ -35,27 +38,33 @@ class Plan:
         return "texts" if self.adapter_class.kind == "autoregressive" else "images"
 
 
-def read_config(source: str | Path | RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """The explicitly set values of a recipe name, a YAML file, a `RunConfig` or a dict.
+Source = str | Path | RunConfig | PipelineConfig | Mapping[str, Any]
+"""What can be trained: the name of a recipe, a YAML file, or a config."""
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """The explicitly set values of a recipe name, a YAML file, a config or a dict; those of a pipeline have `stages`.
 
     Raises:
         UserError: no such recipe or file.
     """
     if isinstance(source, RunConfig):
         return source.explicit()
+    if isinstance(source, PipelineConfig):
+        return source.model_dump(exclude_unset=True)
     if isinstance(source, Mapping):
         return dict(source)
     text = str(source)
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return load_yaml(Path(text))
-    return read_recipe(text).explicit()
+    return read_config(read_recipe(text))
 
 
-def read_recipe(name: str) -> RunConfig:
+def read_recipe(name: str) -> RunConfig | PipelineConfig:
     """The config of a recipe, which a plug-in may have made.
 
     Raises:
-        UserError: no such recipe, or what the name leads to makes no `RunConfig`.
+        UserError: no such recipe, or what the name leads to makes no config.
     """
     from pydantic import ValidationError
 
@@ -66,7 +75,7 @@ def read_recipe(name: str) -> RunConfig:
     except UnknownNameError as error:
         hint = f" To train with the file {name!r}, write ./{name}." if Path(name).is_file() else ""
         raise UnknownNameError(f"{error}{hint}") from None
-    if not isinstance(recipe, RunConfig):
+    if not isinstance(recipe, RunConfig | PipelineConfig):
         try:
             recipe = recipe()
         except ValidationError as error:
@@ -74,13 +83,23 @@ def read_recipe(name: str) -> RunConfig:
             raise UserError(f"recipe {name!r} could not be made: {faults}") from None
         except Exception as error:  # somebody else's code
             raise UserError(f"recipe {name!r} could not be made: {error} ({type(error).__name__})") from error
-    if not isinstance(recipe, RunConfig):
-        raise UserError(f"recipe {name!r} makes {type(recipe).__name__}, not a RunConfig")
+    if not isinstance(recipe, RunConfig | PipelineConfig):
+        raise UserError(f"recipe {name!r} makes {type(recipe).__name__}, not a RunConfig or PipelineConfig")
     return recipe
 
 
-def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Plan:
-    """Resolve a config and check methods, adapter, sampling and batch geometry, without loading weights.
+def any_plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Plan | PipelinePlan:
+    """`plan` of one run, or `plan_pipeline` of a source with stages."""
+    values = read_config(source)
+    if "stages" in values:
+        from visual_grpo.stages import plan_pipeline
+
+        return plan_pipeline(values, overrides)
+    return plan(values, overrides)
+
+
+def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Plan:
+    """Resolve the config of one run and check methods, adapter, sampling and batch geometry, without loading weights.
 
     Raises:
         UserError: anything that does not fit, in one message.
@@ -92,7 +111,7 @@ def plan(source: str | Path | RunConfig | Mapping[str, Any], overrides: Mapping[
     from visual_grpo.stack import MethodStack, method_class, named_methods
     from visual_grpo.tracking import check_trackers
 
-    raw = merge(read_config(source), _nested(overrides))
+    raw = merge(read_config(source), nested_overrides(overrides))
     draft: RunConfig = validate(RunConfig, raw)
     defaults = [method_class(name).defaults for name, _ in named_methods(draft.method)]
     config = resolve(raw, defaults)
@@ -178,7 +197,7 @@ def check_cispo(config: RunConfig) -> None:
         )
 
 
-def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+def nested_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Overrides as a nested dict, from `["a.b=1"]` (or one `"a.b=1"`) or `{"a.b": 1}`."""
     if isinstance(overrides, str):
         overrides = [overrides]
@@ -190,53 +209,96 @@ def _nested(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     return out
 
 
+@overload
 def train(
-    source: str | Path | RunConfig | Mapping[str, Any],
+    source: RunConfig,
+    *,
+    overrides: Mapping[str, Any] | Sequence[str] = ...,
+    resume: bool = ...,
+    out: str | Path | None = ...,
+    root: str | Path = ...,
+) -> Result: ...
+@overload
+def train(
+    source: PipelineConfig,
+    *,
+    overrides: Mapping[str, Any] | Sequence[str] = ...,
+    resume: bool = ...,
+    out: str | Path | None = ...,
+    root: str | Path = ...,
+) -> PipelineResult: ...
+@overload
+def train(
+    source: str | Path | Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | Sequence[str] = ...,
+    resume: bool = ...,
+    out: str | Path | None = ...,
+    root: str | Path = ...,
+) -> Any: ...
+def train(
+    source: Source,
     *,
     overrides: Mapping[str, Any] | Sequence[str] = (),
     resume: bool = False,
     out: str | Path | None = None,
     root: str | Path = "runs",
-) -> Result:
-    """Run a recipe, a YAML file, a `RunConfig` or a dict to its end.
+) -> Result | PipelineResult:
+    """Run a recipe, a YAML file, a `RunConfig`, a `PipelineConfig` or a dict to its end.
 
     Args:
         source: what to run.
-        overrides: `{"train.steps": 20}` or `["train.steps=20"]`.
-        resume: go on from the last checkpoint of the run folder.
+        overrides: `{"train.steps": 20}` or `["train.steps=20"]`; of a pipeline `STAGE.train.steps` or `all.train.steps`.
+        resume: go on from the last checkpoint of the run folder; a pipeline skips the stages that are finished.
         out: the run folder; default `root/NAME`.
         root: the folder of all runs.
 
     Returns:
-        The run's folder, the evaluations before and after, and why it stopped early, if it did.
+        The run's folder, the evaluations before and after, and why it stopped early, if it did. Of a pipeline the folder and
+        such a result for each stage.
 
     Raises:
         UserError: the input is wrong.
         RunError: the run failed.
     """
-    from visual_grpo.build import run_plan
+    made = any_plan(source, overrides)
+    if isinstance(made, Plan):
+        from visual_grpo.build import run_plan
 
-    return run_plan(plan(source, overrides), resume=resume, out=out, root=root)
+        return run_plan(made, resume=resume, out=out, root=root)
+    from visual_grpo.stage_runs import run_pipeline
+
+    return run_pipeline(made, resume=resume, out=out, root=root)
 
 
 def train_command(recipe: str, *, overrides: Sequence[str], resume: bool, dry_run: bool, out: Path | None) -> None:
     """`visual-grpo train`."""
-    made = plan(recipe, overrides)
+    made = any_plan(recipe, overrides)
     if dry_run:
-        from visual_grpo.dry_run import print_dry_run
+        from visual_grpo.dry_run import print_any_dry_run
 
-        print_dry_run(made)
+        print_any_dry_run(made)
         return
-    from visual_grpo.build import run_plan
     from visual_grpo.summary import print_summary
 
-    result = run_plan(made, resume=resume, out=out, root="runs")
-    print_summary(result)
+    if isinstance(made, Plan):
+        from visual_grpo.build import run_plan
+
+        print_summary(run_plan(made, resume=resume, out=out, root="runs"))
+        return
+    from visual_grpo.stage_runs import print_pipeline, run_pipeline
+
+    print_pipeline(run_pipeline(made, resume=resume, out=out, root="runs", on_start=print_line, on_end=print_summary))
+
+
+def print_line(text: str) -> None:
+    """Print a line as it is, at once."""
+    print(text, flush=True)
 
 
 def recipe_yaml(name: str) -> str:
     """A recipe as YAML, with the defaults of its methods filled in."""
-    return to_yaml(plan(name).config)
+    return to_yaml(any_plan(name).config)
 
 
 def evaluate(

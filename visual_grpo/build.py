@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from visual_grpo.config import DataConfig, to_yaml
 from visual_grpo.data import PromptRow, load_prompts
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
+from visual_grpo.exports import load_into
 from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.run_folder import RunFolder
@@ -35,6 +37,8 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
     torch.manual_seed(config.train.seed)
     adapter = plan.adapter_class.load(config.model, device=ranks.device, sampling=plan.sampling)
     policy = Policy(adapter, config.model, seed=config.train.seed)
+    if config.model.init is not None:
+        load_into(policy, config.model.init, "model.init")
     for rows, sampling in ((train_prompts, plan.sampling), (eval_prompts, plan.eval_sampling)):
         adapter.check_prompts([row.prompt for row in rows], [row.metadata for row in rows], sampling)
     writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if plan.media == "texts" else "images")
@@ -110,9 +114,14 @@ def check_disjoint(train_prompts: Any, eval_prompts: Any, config: Any) -> None:
         )
 
 
-def run_plan(plan: Plan, *, resume: bool, out: str | Path | None, root: str | Path) -> Result:
-    """Train to the end, export the model into `model/` of the run folder and write the report."""
-    with Ranks() as ranks:
+def run_plan(
+    plan: Plan, *, resume: bool, out: str | Path | None, root: str | Path, ranks: Ranks | None = None
+) -> Result:
+    """Train to the end, export the model into `model/` of the run folder and write the report.
+
+    `ranks` is the process group of a pipeline, whose stages share it; it is left open.
+    """
+    with nullcontext(ranks) if ranks is not None else Ranks() as ranks:
         made = None
         if ranks.main:
             made = RunFolder.create(root, plan.config.name, config_yaml=to_yaml(plan.config), resume=resume, out=out)

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from visual_grpo.config_merge import merge as merge
 from visual_grpo.config_merge import method_list, reward_map
@@ -38,11 +38,23 @@ class ModelConfig(Section):
     revision: str | None = None
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field("float32", description="of frozen weights")
     lora: LoraConfig | None = Field(None, description="null = full weights")
+    init: str | None = Field(
+        None, description="an exported LoRA (folder or hub id) that `lora` starts from; null = a fresh one"
+    )
     train_layers: list[str] | None = Field(
         None, description="full weights: train only parameters whose name contains one of these"
     )
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _init_is_of_a_lora(self) -> ModelConfig:
+        if self.init is not None and self.lora is None:
+            raise ValueError(
+                f"init {self.init!r} is the start of a LoRA, but lora is null: set lora, or for full weights give the exported "
+                "folder as path"
+            )
+        return self
 
 
 class DataConfig(Section):

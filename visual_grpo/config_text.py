@@ -12,8 +12,8 @@ import yaml
 from visual_grpo.config_merge import Dotted, merge
 from visual_grpo.errors import UserError
 
-_PLUGIN_KEY = re.compile(r"(rewards|method)\.([\w.]+:\w+)(?:\.(.*))?")
-"""The name of a plug-in, `package.module:Name`, has dots of its own."""
+_PLUGIN_KEY = re.compile(r"((?:[\w-]+\.)?(?:rewards|method))\.([\w.]+:\w+)(?:\.(.*))?")
+"""The name of a plug-in, `package.module:Name`, has dots of its own; a pipeline's stage may stand before the section."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,7 +83,7 @@ def key_parts(key: str) -> list[str]:
     plugin = _PLUGIN_KEY.fullmatch(key)
     if plugin is None:
         return key.split(".")
-    return [plugin[1], plugin[2], *(plugin[3].split(".") if plugin[3] is not None else [])]
+    return [*plugin[1].split("."), plugin[2], *(plugin[3].split(".") if plugin[3] is not None else [])]
 
 
 def parse_overrides(items: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from visual_grpo.build import build_suite, eval_data, read_prompts
 from visual_grpo.config import to_yaml
 from visual_grpo.data import MADE, is_local
 from visual_grpo.distributed import launched_processes
+from visual_grpo.errors import UserError
 from visual_grpo.policy import choose_trainable, inject_lora
+from visual_grpo.stages import PipelinePlan
 
 
 def missing_prompts(sources: Sequence[str]) -> list[str]:
@@ -27,6 +29,22 @@ def missing_prompts(sources: Sequence[str]) -> list[str]:
         elif not os.path.lexists(os.path.expanduser(source)):
             notes.append(f"prompts were not checked: there is no file {source!r} here; the run will need it")
     return notes
+
+
+def print_any_dry_run(plan: Plan | PipelinePlan) -> None:
+    """`print_dry_run` of a run, or of each stage of a pipeline: a stage's model is planned as the one it goes back to."""
+    if isinstance(plan, Plan):
+        print_dry_run(plan)
+        return
+    for number, stage in enumerate(plan.stages, 1):
+        print(f"\nstage {number} of {len(plan.stages)}, {stage.name} ({stage.does})")
+        if stage.plan is None:
+            print(f"averages {stage.export.kind} of each, with weights {stage.merge}; trains nothing")
+            continue
+        try:
+            print_dry_run(stage.without_weights())
+        except UserError as error:
+            raise UserError(f"stage {stage.name!r}: {error}") from None
 
 
 def print_dry_run(plan: Plan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,3 +125,9 @@ def summarise(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[st
     else:
         by_tag = {}
     return metrics, by_tag
+
+
+def main_figures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The figures to show first: means of tasks where prompts have tags, else means of samples without their parts."""
+    tagged = {k.removesuffix("/by_tag"): v for k, v in metrics.items() if k.endswith("/by_tag")}
+    return tagged or {k: v for k, v in metrics.items() if "/" not in k}

@@ -102,8 +102,8 @@ def choose_trainable(module: nn.Module, config: ModelConfig) -> dict[str, nn.Par
 class Policy:
     """Sampling and replay under the present weights, or for a while under a named set of weights.
 
-    Named sets hold copies of the trained parameters only: `reference` (with LoRA the disabled adapter, without a copy), `old`,
-    `ema`, teachers.
+    Named sets hold copies of the trained parameters only: `reference` (for a LoRA that began fresh the disabled adapter, without
+    a copy), `old`, `ema`, teachers.
     """
 
     def __init__(self, adapter: PolicyAdapter, config: ModelConfig, *, seed: int = 0) -> None:
@@ -194,17 +194,23 @@ class Policy:
             self.sets[name][key].lerp_(parameter.detach(), 1.0 - decay)
 
     def keep_reference(self) -> None:
-        """Make `reference()` mean the present weights: free with LoRA, one copy of the trained weights without."""
-        if self.config.lora is None:
+        """Make `reference()` mean the present weights: free with a fresh LoRA, else one copy of the trained weights."""
+        if self.config.lora is None or self.config.init is not None:
             self.snapshot(REFERENCE)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within the block, the start weights: the LoRA switched off, or the stored copy."""
-        if self.config.lora is None:
+        """Within the block, the start weights: a LoRA that began fresh switched off, else the stored copy."""
+        if self.config.lora is None or self.config.init is not None:
             with self.weights(REFERENCE):
                 yield
             return
+        with self.base():
+            yield
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """Within the block, a LoRA switched off: the weights of `model.path`."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]

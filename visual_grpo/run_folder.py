@@ -78,7 +78,14 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, root: Path | str, name: str, *, config_yaml: str, resume: bool = False, out: Path | str | None = None
+        cls,
+        root: Path | str,
+        name: str,
+        *,
+        config_yaml: str,
+        resume: bool = False,
+        out: Path | str | None = None,
+        may_change: Callable[[Path], Iterable[str]] | None = None,
     ) -> RunFolder:
         """Make or find the folder of a run and write its config.yaml.
 
@@ -91,6 +98,8 @@ class RunFolder:
             config_yaml: the resolved config.
             resume: go on with a run that exists.
             out: exactly this folder, in place of `root` and `name`.
+            may_change: of a pipeline, whose stages have folders of their own in this one: given the folder, the keys that may
+                differ on a resume, in place of `MAY_CHANGE`.
 
         Raises:
             UserError: `out` holds a run and `resume` is off, or files of yours that a run would write over; nothing to resume;
@@ -103,15 +112,23 @@ class RunFolder:
         if out is not None and "\0" in str(out):
             raise UserError(f"--out {str(out)!r} holds a zero byte and names no folder: use another --out")
         try:
-            return cls._create(Path(root), name, config_yaml, resume, None if out is None else Path(out))
+            return cls._create(Path(root), name, config_yaml, resume, None if out is None else Path(out), may_change)
         except OSError as error:  # a folder on the way that may not be looked into, a name that is too long
             raise _write_error(Path(root) / name if out is None else Path(out), error) from None
 
     @classmethod
-    def _create(cls, root: Path, name: str, config_yaml: str, resume: bool, out: Path | None) -> RunFolder:
+    def _create(
+        cls,
+        root: Path,
+        name: str,
+        config_yaml: str,
+        resume: bool,
+        out: Path | None,
+        may_change: Callable[[Path], Iterable[str]] | None,
+    ) -> RunFolder:
         if resume:
             folder = cls(out if out is not None else _newest(root, name), resumed=True)
-            folder._check_resume(config_yaml)
+            folder._check_resume(config_yaml, None if may_change is None else tuple(may_change(folder.path)))
         elif out is not None:
             folder = cls(out)
             if _holds_run(out):
@@ -128,20 +145,25 @@ class RunFolder:
             raise UserError(f"another process is training in {str(folder.path)!r}: stop it first, or use another --out")
         if resume:
             _sweep(folder.path)
-        for sub in (folder.samples, folder.eval, folder.checkpoints):
+        for sub in (folder.samples, folder.eval, folder.checkpoints) if may_change is None else ():
             _guard(sub, lambda sub=sub: sub.mkdir(exist_ok=True))  # type: ignore[misc]
         write_atomic(folder.config, config_yaml)
         return folder
 
-    def _check_resume(self, config_yaml: str) -> None:
+    def _check_resume(self, config_yaml: str, may_change: Sequence[str] | None) -> None:
         if not self.config.is_file():
             raise UserError(f"nothing to resume: {str(self.path)!r} has no config.yaml; start it without --resume")
-        changed = changed_keys(load_yaml(self.config), parse_yaml(config_yaml, "the config") or {})
+        stored, given = load_yaml(self.config), parse_yaml(config_yaml, "the config") or {}
+        if ("stages" in stored) != ("stages" in given):
+            kind = "a pipeline" if "stages" in stored else "a single run"
+            raise UserError(f"cannot resume {str(self.path)!r} as something else: it holds {kind}; use another --out")
+        changed = changed_keys(stored, given, MAY_CHANGE if may_change is None else may_change)
         if changed:
             lines = "\n".join(f"  {key}: {old!r} in the run, {new!r} now" for key, (old, new) in changed.items())
             raise UserError(
                 f"cannot resume {str(self.path)!r} with another config:\n{lines}\n"
-                f"Set these back, or start a new run without --resume. Only {', '.join(MAY_CHANGE)} may change."
+                f"Set these back, or start a new run without --resume. Only {', '.join(MAY_CHANGE)} may change"
+                f"{' (of finished stages not their length), and all of stages that have not begun' if may_change else ''}."
             )
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
@@ -270,7 +292,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     _guard(path, write)
 
 
-def changed_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_keys(
+    stored: Mapping[str, Any], given: Mapping[str, Any], may_change: Sequence[str] = MAY_CHANGE
+) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, without those that may change on a resume.
 
     >>> changed_keys({"train": {"steps": 5, "seed": 0}}, {"train": {"steps": 9, "seed": 1}})
@@ -279,7 +303,7 @@ def changed_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     old, new = _flat(stored), _flat(given)
     # The one loss that is a mean of micro-batches depends on their size.
     fixed = {"train.micro_batch"} if old.get("loss.aggregation") == "micro_batch_token_mean" else set()
-    free = [m for m in MAY_CHANGE if m not in fixed]
+    free = [m for m in may_change if m not in fixed]
     keys = [k for k in {**old, **new} if not any(k == m or k.startswith(m + ".") for m in free)]
     return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 
@@ -298,7 +322,10 @@ def _holds_run(path: Path) -> bool:
     """Whether a run has written here: a folder with only a config is a start that failed before its first record."""
     metrics = path / "metrics.jsonl"
     checkpoints = path / "checkpoints"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    recorded = (metrics.is_file() and metrics.stat().st_size > 0) or (
+        checkpoints.is_dir() and any(checkpoints.iterdir())
+    )
+    return recorded or any(path.glob("*/metrics.jsonl")) or any(path.glob("*/result.json"))  # stages of a pipeline
 
 
 def _foreign(path: Path) -> list[str]:

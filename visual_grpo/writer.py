@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from visual_grpo.alarms import Alarm
 from visual_grpo.config import RunConfig
-from visual_grpo.evaluation import Evaluation, summarise
+from visual_grpo.evaluation import Evaluation, main_figures, summarise
 from visual_grpo.progress import Progress
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.selftest import Check
@@ -200,7 +200,6 @@ def memory_gb() -> dict[str, float]:
 
 def held_out_line(step: int, found: Evaluation) -> str:
     """An evaluation in one line: means of tasks where prompts have tags, else means of samples."""
-    tagged = {k.removesuffix("/by_tag"): v for k, v in found.metrics.items() if k.endswith("/by_tag")}
-    shown = tagged or {k: v for k, v in found.metrics.items() if "/" not in k}
-    what = f"n={len(found.rows)}, mean of tasks" if tagged else f"n={len(found.rows)}"
+    shown = main_figures(found.metrics)
+    what = f"n={len(found.rows)}, mean of tasks" if found.by_tag else f"n={len(found.rows)}"
     return f"held-out at step {step} ({what}): " + "  ".join(f"{k} {v:.4f}" for k, v in sorted(shown.items()))

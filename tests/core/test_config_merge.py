@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from visual_grpo.api import _nested
+from visual_grpo.api import nested_overrides
 from visual_grpo.config import RunConfig, merge, validate
 from visual_grpo.config_text import dump_yaml, parse_overrides, parse_yaml
 from visual_grpo.errors import UserError
@@ -47,8 +47,10 @@ def test_the_name_of_a_plug_in_has_dots_of_its_own() -> None:
 
 
 def test_python_overrides_are_read_alike() -> None:
-    assert _nested({"rewards.ocr": 1, "train.steps": 2}) == _nested(["rewards.ocr=1", "train.steps=2"])
-    assert _nested("train.steps=2") == {"train": {"steps": 2}}
+    assert nested_overrides({"rewards.ocr": 1, "train.steps": 2}) == nested_overrides(
+        ["rewards.ocr=1", "train.steps=2"]
+    )
+    assert nested_overrides("train.steps=2") == {"train": {"steps": 2}}
 
 
 def test_options_of_one_method_of_a_stack() -> None:

@@ -5,6 +5,7 @@ It is the smallest complete adapter: tests of the loop run on it in seconds, and
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,7 @@ class ToyModel(nn.Module):
 
 
 class ToyAdapter(PolicyAdapter):
-    """Token units, no dependency but torch; `model.path` is ignored."""
+    """Token units, no dependency but torch; `model.path` is an exported folder, or any other name for a fixed random start."""
 
     kind: ClassVar = "autoregressive"
     library: ClassVar = "torch"
@@ -63,9 +64,14 @@ class ToyAdapter(PolicyAdapter):
 
     @classmethod
     def load(cls, config: ModelConfig, *, device: torch.device, sampling: SamplingConfig) -> ToyAdapter:
-        """A fixed random start."""
+        """A fixed random start, or what `save` wrote to `config.path`."""
         assert isinstance(sampling, ToySampling)
-        return cls(ToyModel().to(device, getattr(torch, config.dtype)), sampling)
+        model = ToyModel()
+        if (Path(config.path) / "model.safetensors").is_file():
+            from safetensors.torch import load_model
+
+            load_model(model, Path(config.path) / "model.safetensors")
+        return cls(model.to(device, getattr(torch, config.dtype)), sampling)
 
     @classmethod
     def load_meta(cls, config: ModelConfig) -> nn.Module:

@@ -16,7 +16,8 @@ def command(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="key=value ...", help="Settings to change, e.g. train.steps=20 train.optimizer.lr=1e-5."
+            metavar="key=value ...",
+            help="Settings to change, e.g. train.steps=20 train.optimizer.lr=1e-5; of a pipeline STAGE.train.steps=20.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
@@ -27,9 +28,9 @@ def command(
         Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Run folder (default: runs/NAME).")
     ] = None,
 ) -> None:
-    """Train: RECIPE is the name of a built-in recipe or a YAML file.
+    """Train: RECIPE is the name of a built-in recipe or a YAML file, of one run or of a pipeline of stages.
 
-    The run folder gets config.yaml, metrics.jsonl, samples/, checkpoints/ and report.html.
+    The run folder gets config.yaml, metrics.jsonl, samples/, checkpoints/ and report.html; each stage has such a folder.
     """
     from visual_grpo.api import train_command
 
