@@ -79,7 +79,7 @@ class LoopState:
     score: Callable[[RolloutBatch], RewardBatch] = field(default=lambda _: _no_service("score"))
     """score and shape rows with the stack's own hooks."""
     draw: Callable[[], PromptBatch] = field(default=lambda: _no_service("draw"))
-    """this process's share of the next `prompts_per_step` prompts, `group_size` rows each."""
+    """this process's share of the next `prompts_per_step` prompts, `group_size` rows each, after the stack's `before_rollout`."""
 
     def generator(self, *key: int) -> torch.Generator:
         """A CPU generator that depends on (seed, step, key) alone."""
@@ -129,7 +129,7 @@ class Method(Generic[C]):
         return weights
 
     def before_rollout(self, prompts: PromptBatch, state: LoopState) -> PromptBatch:
-        """Chained. Change contexts, add hints or tags."""
+        """Chained. Change contexts, add hints or tags; once for each draw, so a step that refills its batch calls it again."""
         return prompts
 
     def rollout(self, prompts: PromptBatch, state: LoopState) -> RolloutBatch:

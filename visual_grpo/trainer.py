@@ -181,7 +181,7 @@ class Trainer:
     # -- rollout and scores -----------------------------------------------------------------------------------------------------
 
     def _draw(self) -> PromptBatch:
-        """This process's share of the next `prompts_per_step` prompts."""
+        """This process's share of the next `prompts_per_step` prompts, as the stack changes them."""
         train = self.config.train
         weights = self.stack.chain("select_prompts", torch.ones(len(self.source.rows), dtype=torch.float64), self.state)
         chosen = self.source.draw(train.prompts_per_step, weights)
@@ -190,7 +190,9 @@ class Trainer:
         rows = [self.source.rows[i] for i in index]
         batch = prompt_batch(rows, train.group_size, first_group=self._drawn + mine.start, index=index)
         self._drawn += len(chosen)
-        return batch
+        # Here and not in `collect`, so that prompts drawn later in the step (a refill) have passed these hooks too.
+        prompts: PromptBatch = self.stack.chain("before_rollout", batch, self.state)
+        return prompts
 
     def _generate(self, prompts: PromptBatch) -> RolloutBatch:
         return self.stack.chain("after_rollout", self.stack.rollout(prompts, self.state), self.state)
@@ -207,7 +209,6 @@ class Trainer:
 
     def collect(self, prompts: PromptBatch) -> tuple[RolloutBatch, RewardBatch]:
         """Sample and score whole groups, `rollout_batch` rows at a time; scoring overlaps the sampling of the next rows."""
-        prompts = self.stack.chain("before_rollout", prompts, self.state)
         size = self.config.train.rollout_batch or len(prompts)
         group = self.config.train.group_size
         chunks = torch.arange(len(prompts)).split(max(size // group, 1) * group)

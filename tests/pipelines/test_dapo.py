@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+import toy_run
+
 from visual_grpo.advantages import group_advantages, overlong_penalty
 from visual_grpo.api import plan
 from visual_grpo.errors import UserError
+from visual_grpo.method import LoopState, Method, MethodConfig
 from visual_grpo.scoring import RewardSuite
-
-_spec = importlib.util.spec_from_file_location("toy_run", Path(__file__).parents[1] / "core" / "toy_run.py")
-assert _spec is not None
-assert _spec.loader is not None
-toy_run = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy_run)
+from visual_grpo.types import PromptBatch
 
 
 def first_digit_of_even_prompts(prompts: list[str], completions: list[str]) -> list[float]:
@@ -128,3 +129,22 @@ def test_empty_batch_is_skipped_with_an_alarm(tmp_path: Path) -> None:
     trainer.writer.close()
     assert all(torch.equal(before[k], v) for k, v in trainer.policy.trainable.items())
     assert names, "a step without a live group must be told"
+
+
+class Polite(Method[MethodConfig]):
+    """Changes every prompt before it is sampled."""
+
+    def before_rollout(self, prompts: PromptBatch, state: LoopState) -> PromptBatch:
+        """Add a word."""
+        return replace(prompts, prompts=[f"{prompt} please" for prompt in prompts.prompts])
+
+
+def test_refilled_prompts_pass_the_hooks_of_the_stack(tmp_path: Path) -> None:
+    """What a member does before the rollout holds for the prompts that replace flat groups, and once for each."""
+    trainer = toy_run.toy_trainer(tmp_path, method=[{"dapo": {"max_tries": 6}}, "test_dapo:Polite"])
+    rollouts, _ = collect(trainer, first_digit_of_even_prompts)
+    trainer.writer.close()
+    assert trainer.source.cursor > 4, "nothing was refilled"
+    assert len(torch.unique(rollouts.group_ids)) == 4
+    words = [prompt.split() for prompt in rollouts.prompts.prompts]
+    assert [(first, last) for first, _, *last in words] == [("say", ["please"])] * len(words)
