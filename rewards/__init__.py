@@ -139,6 +139,11 @@ TABLE: dict[str, tuple[str, str, Facts]] = {
         "JPEG size in kB.",
         _free("above 0"),
     ),
+    "label_noise": (
+        "visual_grpo.rewards.label_noise:LabelNoise",
+        "A text reward of 0 or 1 whose verdicts are flipped with a known probability.",
+        _free("0 or 1"),
+    ),
     "length": (
         "visual_grpo.rewards.length:Length",
         "Closeness to a target length, or staying under a ceiling.",

@@ -25,4 +25,8 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.eval.benchmarks.flow_methods:run",
         "Flow methods on the testbed under the same wall time: held-out score, steps, network calls, time to a score.",
     ),
+    "text_methods": (
+        "visual_grpo.eval.benchmarks.text_methods:run",
+        "Text methods against vanilla GRPO on the tiny LM, each where its paper says it helps: held-out score with intervals.",
+    ),
 }

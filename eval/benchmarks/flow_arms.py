@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from visual_grpo.policy import Policy
     from visual_grpo.trainer import Trainer
 
-__all__ = ["CLOCKS", "NetworkCalls", "time_iterations", "train_arm"]
+__all__ = ["CLOCKS", "NetworkCalls", "open_trainer", "time_iterations", "train_arm"]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 """What a second of training is: by the clock, or of this process's processors (with one thread the same on a quiet machine)."""
@@ -65,7 +65,7 @@ class NetworkCalls:
 
 
 @contextmanager
-def _trainer(made: Plan, folder: Path) -> Iterator[Trainer]:
+def open_trainer(made: Plan, folder: Path) -> Iterator[Trainer]:
     """A trainer in a run folder of its own, closed afterwards."""
     from visual_grpo.build import build_trainer
     from visual_grpo.config import to_yaml
@@ -88,7 +88,7 @@ def _trainer(made: Plan, folder: Path) -> Iterator[Trainer]:
 def time_iterations(made: Plan, folder: Path, count: int, *, clock: str = "wall") -> float:
     """Seconds of an iteration: the fastest of `count` after one that warms up."""
     now = CLOCKS[clock]
-    with _trainer(made, folder) as trainer:
+    with open_trainer(made, folder) as trainer:
         trainer.iteration()
         seconds = []
         for _ in range(count):
@@ -109,7 +109,7 @@ def train_arm(
     """
     steps = made.config.train.steps
     due = {math.ceil(steps * (i + 1) / points) for i in range(points)}
-    with _trainer(made, folder) as trainer:
+    with open_trainer(made, folder) as trainer:
         calls = NetworkCalls(trainer.policy)
 
         def point(count: int) -> dict[str, Any]:
