@@ -47,6 +47,7 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.text.degrpo:DeGrpo",
         "DeGRPO (2505.13379): the token that chooses the mode apart",
     ),
+    "sft": ("visual_grpo.pipelines.text.sft:Sft", "Supervised fine-tuning: the data set's answers, negative log-likelihood"),
     "flow_grpo": (
         "visual_grpo.pipelines.flow.flow_grpo:FlowGrpo",
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
@@ -313,5 +314,13 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "degrpo_thinkless_1_5b": (
         "visual_grpo.pipelines.text.degrpo:degrpo_thinkless_1_5b",
         "DeGRPO on Thinkless-1.5B-Warmup",
+    ),
+    "sft_text_tiny": (
+        "visual_grpo.pipelines.text.sft:sft_text_tiny",
+        "Fine-tuning of the tiny LM on brief and long answers",
+    ),
+    "sft_thinkless_1_5b": (
+        "visual_grpo.pipelines.text.sft:sft_thinkless_1_5b",
+        "Warm-up of Thinkless on R1-Distill-Qwen-1.5B, pairs of brief and long answers",
     ),
 }

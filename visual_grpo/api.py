@@ -141,6 +141,11 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
             f"method {names} cannot train adapter {config.model.adapter!r}: it needs gradients to the model's inputs, which this "
             "adapter does not give; use text_lm"
         )
+    if needs.given_rows and not adapter.given_rows:
+        raise UserError(
+            f"method {names} cannot train adapter {config.model.adapter!r}: it trains on texts that are given, which this "
+            "adapter does not read; use text_lm"
+        )
     sampling = validate(adapter.Sampling, config.sampling, where="sampling")
     eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
     for check in stack.methods.values():

@@ -26,6 +26,7 @@ TESTBED = {
     "scenes": "visual_grpo.testbed.scenes:split_prompts",
     "words": "visual_grpo.testbed.words:split_prompts",
     "arithmetic": "visual_grpo.testbed.arithmetic:split_prompts",
+    "arithmetic_modes": "visual_grpo.testbed.arithmetic_modes:split_prompts",
 }
 """Worlds that need no file: functions that give (train, held-out) lists of metadata with a `prompt`."""
 MADE = ("testbed/", "reasoning_gym/")

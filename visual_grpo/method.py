@@ -54,6 +54,10 @@ class Needs:
     """It asks the adapter how much units depend on their inputs (`Policy.input_scores`)."""
     single_samples: bool = False
     """It needs no group: `group_size` may be 1."""
+    given_rows: bool = False
+    """Its rows are given texts and not samples (`PolicyAdapter.rows_from_texts`)."""
+    compares_rewards: bool = True
+    """False: it learns from something else than differences of rewards, so equal rewards are no fault."""
     idle_steps: bool = False
     """Steps may sample no unit to train; the self-test then waits for one that has some."""
 

@@ -133,6 +133,8 @@ class MethodStack:
             couples_units=any(n.couples_units for n in all_needs),
             input_gradients=any(n.input_gradients for n in all_needs),
             single_samples=any(n.single_samples for n in all_needs),
+            given_rows=any(n.given_rows for n in all_needs),
+            compares_rewards=all(n.compares_rewards for n in all_needs),
             idle_steps=any(n.idle_steps for n in all_needs),
         )
 

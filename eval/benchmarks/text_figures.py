@@ -20,8 +20,9 @@ def summarise(found: Mapping[str, Arms]) -> dict[str, Any]:
     Returns:
         By condition with at least one seed: vanilla, seeds, measures, holds, arms: by name final (mean of the last evaluations),
         finals (by seed), std (Bessel; None for one seed), path (mean over the evaluations), any (share of questions with a right
-        answer among its samples, None with one sample each), steps, seconds, figures, and for variants difference: mean, within
-        (paired bootstrap over the held-out questions of these runs), seeds (Student's t over seeds, None below two), reading.
+        answer among its samples, None where not all have the same number, two or more), steps, seconds, figures, and for variants
+        difference: mean, within (paired bootstrap over the held-out questions of these runs), seeds (Student's t over seeds,
+        None below two), reading, and any, any_within: the same for the questions with some right answer.
     """
     out: dict[str, Any] = {}
     for title, arms in found.items():
@@ -45,7 +46,7 @@ def summarise(found: Mapping[str, Arms]) -> dict[str, Any]:
 
 def _arm(runs: Sequence[Mapping[str, Any]], shows: Sequence[str]) -> dict[str, Any]:
     finals = [float(run["points"][-1]["score"]) for run in runs]
-    some = [share for run in runs if (share := share_solved(run["rows"])) is not None]
+    some = [statistics.fmean(solved(run["rows"]).values()) for run in runs if solved(run["rows"])]
 
     def mean(key: str) -> float:
         return statistics.fmean(float(run[key]) for run in runs)
@@ -67,17 +68,19 @@ def _arm(runs: Sequence[Mapping[str, Any]], shows: Sequence[str]) -> dict[str, A
     }
 
 
-def share_solved(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Share of the questions with several samples of which one has the value 1 or more; None where each has one sample.
+def solved(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """1 for each question of which some answer has the value 1 or more, else 0; empty unless all have as many, two or more.
 
-    >>> share_solved([{"index": 0, "value": 0.0}, {"index": 0, "value": 1.0}, {"index": 1, "value": 0.0}])
-    1.0
+    >>> solved([{"index": i, "value": v} for i, v in ((0, 0.0), (0, 1.0), (1, 0.0), (1, 0.0))])
+    {0: 1.0, 1: 0.0}
     """
-    best: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     for row in rows:
-        best.setdefault(row["index"], []).append(row["value"])
-    several = [max(values) >= 1 for values in best.values() if len(values) > 1]
-    return sum(several) / len(several) if several else None
+        values.setdefault(row["index"], []).append(row["value"])
+    sizes = {len(found) for found in values.values()}
+    if len(sizes) != 1 or sizes == {1}:
+        return {}
+    return {index: float(max(found) >= 1) for index, found in values.items()}
 
 
 def difference(base: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -93,12 +96,24 @@ def difference(base: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, An
     within = paired_bootstrap(a, b, clusters=clusters)
     finals = [[float(run["points"][-1]["score"]) for run in side] for side in (base, runs)]
     over_seeds = paired_difference(*finals) if len(base) > 1 else None
+    some = _difference_solved(base, runs)
     return {
         "mean": within.mean,
         "within": [within.low, within.high],
         "seeds": None if over_seeds is None else [over_seeds.low, over_seeds.high],
         "reading": reading(within, over_seeds),
+        "any": None if some is None else some.mean,
+        "any_within": None if some is None else [some.low, some.high],
     }
+
+
+def _difference_solved(base: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> Difference | None:
+    pairs = [(solved(first["rows"]), solved(second["rows"])) for first, second in zip(base, runs, strict=True)]
+    triples = [(a[index], b[index], index) for a, b in pairs for index in a if index in b]
+    if not triples:
+        return None
+    first, second, clusters = zip(*triples, strict=True)
+    return paired_bootstrap(first, second, clusters=clusters)
 
 
 def reading(within: Difference, over_seeds: Difference | None) -> str:
@@ -121,11 +136,18 @@ def _span(interval: Sequence[float] | None) -> str:
     return "-" if interval is None else f"[{interval[0]:+.3f}, {interval[1]:+.3f}]"
 
 
+def _some(arm: Mapping[str, Any], gap: Mapping[str, Any] | None) -> str:
+    if arm["any"] is None:
+        return ""
+    change = "" if gap is None or gap["any"] is None else f" ({gap['any']:+.3f} {_span(gap['any_within'])})"
+    return f"{arm['any']:.3f}{change}"
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The comparison as Markdown: one table, then what each condition is."""
     head = [
-        "condition", "arm", "seeds", "steps", "seconds", "held-out", "some answer right", "minus vanilla",
-        "within these runs, 95 %", "over seeds, 95 %", "reading",
+        "condition", "arm", "seeds", "steps", "seconds", "held-out", "minus vanilla", "within these runs, 95 %",
+        "over seeds, 95 %", "reading", "some answer right",
     ]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for title, condition in result["conditions"].items():
@@ -134,10 +156,11 @@ def markdown(result: Mapping[str, Any]) -> str:
             gap = arm.get("difference")
             cells = [
                 title, f"`{name}`", str(condition["seeds"]), f"{arm['steps']:.0f}", f"{arm['seconds']:.0f}",
-                f"{arm['final']:.3f}{spread}", "-" if arm["any"] is None else f"{arm['any']:.3f}",
+                f"{arm['final']:.3f}{spread}",
                 *(["", "", "", "vanilla"] if gap is None else [
                     f"{gap['mean']:+.3f}", _span(gap["within"]), _span(gap["seeds"]), gap["reading"],
                 ]),
+                _some(arm, gap),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     notes = []

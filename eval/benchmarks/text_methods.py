@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 RECIPE = "grpo_text_tiny"
 SHARED: dict[str, Any] = {
-    "train": {"prompts_per_step": 16, "group_size": 8, "micro_batch": 128, "optimizer": {"lr": 5e-4}},
+    "train": {"prompts_per_step": 16, "group_size": 8, "micro_batch": 128, "optimizer": {"lr": 1e-3}},
     "eval": {"grid": 0, "batch": 480},
     "self_test": {"enabled": False},
 }

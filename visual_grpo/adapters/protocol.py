@@ -65,6 +65,8 @@ class PolicyAdapter(ABC):
 
     input_gradients: ClassVar[bool] = False
     """Whether it has `input_scores` and `first_units`."""
+    given_rows: ClassVar[bool] = False
+    """Whether it has `rows_from_texts`."""
 
     @classmethod
     @abstractmethod
@@ -128,6 +130,10 @@ class PolicyAdapter(ABC):
     def first_units(self, rollouts: RolloutBatch, row: int, characters: Sequence[int]) -> list[int]:
         """For each character position of `texts[row]`, the first unit that starts there or later."""
         raise NotImplementedError(f"{type(self).__name__} declares no input_gradients")
+
+    def rows_from_texts(self, prompts: PromptBatch, texts: Sequence[str], sampling: Any) -> RolloutBatch:
+        """Rows whose completions are given (data of fine-tuning, edited answers): `texts` [N], each closed with the end token."""
+        raise NotImplementedError(f"{type(self).__name__} declares no given_rows")
 
     @abstractmethod
     def decode(self, rollouts: RolloutBatch) -> RolloutBatch:

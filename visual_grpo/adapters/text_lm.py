@@ -52,6 +52,7 @@ class TextLMAdapter(PolicyAdapter):
     kind = "autoregressive"
     library = "transformers"
     input_gradients = True
+    given_rows = True
     unit_kinds = frozenset({"token"})
     Sampling = TextSampling
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -181,8 +182,8 @@ class TextLMAdapter(PolicyAdapter):
             truncated=~generated.ended,
         )
 
-    def rows_from_texts(self, prompts: PromptBatch, texts: Sequence[str], sampling: TextSampling) -> RolloutBatch:
-        """Rows whose completions are given (SFT data, edited answers): `texts` [N], each closed with the end token."""
+    def rows_from_texts(self, prompts: PromptBatch, texts: Sequence[str], sampling: Any) -> RolloutBatch:
+        """See `PolicyAdapter.rows_from_texts`."""
         prompt_ids = self.encode(prompts.context("behaviour"), prompts.metadata, sampling)
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] + self.eos_ids[:1] for text in texts]
         completions = nn.utils.rnn.pad_sequence(

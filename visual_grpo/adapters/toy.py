@@ -5,6 +5,7 @@ It is the smallest complete adapter: tests of the loop run on it in seconds, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,7 @@ class ToyAdapter(PolicyAdapter):
     kind: ClassVar = "autoregressive"
     library: ClassVar = "torch"
     unit_kinds: ClassVar = frozenset({"token"})
+    given_rows: ClassVar = True
     Sampling: ClassVar[type[SamplingConfig]] = ToySampling
     lora_targets: ClassVar[tuple[str, ...]] = ("head",)
 
@@ -123,6 +125,21 @@ class ToyAdapter(PolicyAdapter):
                 "temperature": torch.full((len(words),), sampling.temperature, dtype=torch.float64),
             },
             truncated=(ended[:, -1] == 0).cpu(),
+        )
+
+    def rows_from_texts(self, prompts: PromptBatch, texts: Sequence[str], sampling: Any) -> RolloutBatch:
+        """Digits of each text, then the end; see `PolicyAdapter.rows_from_texts`."""
+        width = max(len(text) for text in texts) + 1
+        words = torch.tensor([[int(d) for d in text] + [STOP] * (width - len(text)) for text in texts])
+        lengths = torch.tensor([len(text) + 1 for text in texts])
+        return RolloutBatch(
+            prompts=prompts,
+            unit_kind="token",
+            unit_mask=torch.arange(width) < lengths[:, None],
+            data={
+                "completion_ids": words.to(self.model.head.weight.device),
+                "temperature": torch.full((len(words),), sampling.temperature, dtype=torch.float64),
+            },
         )
 
     def log_prob(self, rollouts: RolloutBatch, units: Tensor, *, entropy: bool = False) -> LogProb:

@@ -146,8 +146,8 @@ def is_heldout(prompt: str) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < HELDOUT_SHARE
 
 
-def all_prompts(per_kind: int = 400, *, kinds: Sequence[Kind] = KINDS, seed: int = 0) -> list[dict[str, str]]:
-    """Draws distinct prompts, the same for the same arguments on every machine.
+def all_problems(per_kind: int = 400, *, kinds: Sequence[Kind] = KINDS, seed: int = 0) -> list[Problem]:
+    """Draws distinct problems, the same for the same arguments on every machine.
 
     Args:
         per_kind: prompts of each kind (fewer where a kind has fewer distinct ones).
@@ -155,19 +155,24 @@ def all_prompts(per_kind: int = 400, *, kinds: Sequence[Kind] = KINDS, seed: int
         seed: seed of the draw.
 
     Returns:
-        Rows `{"prompt": ..., "answer": ..., "tag": ...}`, grouped by kind.
+        Problems of distinct prompts, grouped by kind.
     """
-    rows: list[dict[str, str]] = []
+    problems: list[Problem] = []
     for kind in kinds:
         rng = random.Random(f"{seed}/{kind.name}")
-        found: dict[str, dict[str, str]] = {}
+        found: dict[str, Problem] = {}
         for _ in range(50 * per_kind):
             if len(found) == per_kind:
                 break
             problem = sample_problem(kind, rng)
-            found.setdefault(problem.prompt, problem.metadata)
-        rows.extend(found.values())
-    return rows
+            found.setdefault(problem.prompt, problem)
+        problems.extend(found.values())
+    return problems
+
+
+def all_prompts(per_kind: int = 400, *, kinds: Sequence[Kind] = KINDS, seed: int = 0) -> list[dict[str, str]]:
+    """The rows `{"prompt": ..., "answer": ..., "tag": ...}` of `all_problems`."""
+    return [problem.metadata for problem in all_problems(per_kind, kinds=kinds, seed=seed)]
 
 
 def split_prompts(
