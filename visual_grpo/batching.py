@@ -12,6 +12,7 @@ from visual_grpo.config import TrainConfig
 from visual_grpo.errors import UserError
 from visual_grpo.method import Needs
 from visual_grpo.seeding import seeded_generator
+from visual_grpo.types import RowTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +107,39 @@ def split_updates(group_ids: Tensor, updates: int, *, whole_groups: bool, key: t
     return [torch.cat(p) if p else torch.empty(0, dtype=torch.int64) for p in parts]
 
 
-def micro_batches(group_ids: Tensor, size: int, whole_groups: bool) -> list[Tensor]:
+def micro_batches(group_ids: Tensor, size: int, whole_groups: bool, tokens: RowTokens | None = None) -> list[Tensor]:
     """Row indices of each forward and backward pass over rows with `group_ids` [n].
 
-    With `whole_groups` a group is never cut, and a pass may hold more than `size` rows.
+    With `whole_groups` a group is never cut, and a pass may hold more than `size` rows. With `tokens`, rows of like length share
+    a pass, so that little is padding: of the given order, groups by their longest row and rows by length, the one that reads
+    the fewest tokens. The loss of a step does not depend on it.
     """
     everything = torch.arange(len(group_ids))
+    given = _cut(everything, group_ids, size, whole_groups)
+    if tokens is None or len(given) < 2:
+        return given
+    _, dense = torch.unique(group_ids, return_inverse=True)
+    longest = torch.zeros(int(dense.max()) + 1, dtype=torch.int64).scatter_reduce(0, dense, tokens.own, "amax")
+    rows = torch.argsort(tokens.own, descending=True, stable=True)
+    # Stable sorts, the last key first: groups by their longest row, their rows side by side, those by length.
+    groups = rows[torch.argsort(dense[rows], stable=True)]
+    groups = groups[torch.argsort(longest[dense[groups]], descending=True, stable=True)]
+    orders = [given, *(_cut(order, group_ids, size, whole_groups) for order in (groups, rows))]
+    return min(orders, key=lambda parts: sum(_tokens_read(part, dense, tokens) for part in parts))
+
+
+def _tokens_read(part: Tensor, group_ids: Tensor, tokens: RowTokens) -> int:
+    """With the padding to the longest row and the longest context of the pass."""
+    groups = len(torch.unique(group_ids[part]))
+    return groups * int(tokens.context[part].max()) + len(part) * int(tokens.own[part].max())
+
+
+def _cut(order: Tensor, group_ids: Tensor, size: int, whole_groups: bool) -> list[Tensor]:
     if not whole_groups:
-        return list(everything.split(size)) if len(group_ids) else []
+        return list(order.split(size)) if len(order) else []
     parts: list[Tensor] = []
-    for group in dict.fromkeys(group_ids.tolist()):
-        members = everything[group_ids == group]
+    for group in dict.fromkeys(group_ids[order].tolist()):
+        members = order[group_ids[order] == group]
         if parts and len(parts[-1]) + len(members) <= size:
             parts[-1] = torch.cat([parts[-1], members])
         else:

@@ -6,7 +6,7 @@ step add up to the step's loss whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,7 +127,7 @@ def _coupled_passes(
         yield linear - linear.detach() + share + extra, (metrics if units is chunks[0] else {}) | more
 
 
-def settle_old(rows: LossInputs, batches: Sequence[Tensor], state: LoopState, beat: Callable[[], None]) -> LossInputs:
+def settle_old(rows: LossInputs, batches: Iterable[Tensor], state: LoopState, beat: Callable[[], None]) -> LossInputs:
     """Old log-probs of tokens from the pass that trains, where those of the sampler are too coarse for a clip range.
 
     In half precision a sampler with a KV cache and a pass over the whole text differ by up to 0.06 a token and 0.008 in the

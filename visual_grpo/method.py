@@ -126,6 +126,10 @@ class Method(Generic[C]):
         """How many units a row will have, for the memory plan of a dry run; None = as the adapter samples."""
         return None
 
+    def passes_matter(self) -> bool:
+        """True where the loss depends on which rows share a forward pass; rows then keep the order in which they were drawn."""
+        return False
+
     # -- data and rollout ---------------------------------------------------------------------------------------------------
 
     def select_prompts(self, weights: Tensor, state: LoopState) -> Tensor:

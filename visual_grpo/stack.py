@@ -120,6 +120,11 @@ class MethodStack:
         out: Tensor = self.chain("adjust_advantages", advantages, rewards, rollouts, state)
         return out
 
+    def passes_matter(self, config: RunConfig) -> bool:
+        """True where the loss depends on which rows share a forward pass."""
+        averaged_by_pass = config.loss.aggregation == "micro_batch_token_mean"
+        return averaged_by_pass or any(method.passes_matter() for method in self.methods.values())
+
     @property
     def needs(self) -> Needs:
         """Everything the stack asks for."""

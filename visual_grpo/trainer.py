@@ -263,15 +263,21 @@ class Trainer:
                 ids, train.updates_per_step, whole_groups=whole_groups, key=(train.seed, self.step, epoch)
             )
             if epoch == 0:
-                batches = [p[i] for p in parts for i in micro_batches(ids[p], train.micro_batch, whole_groups)]
+                batches = (p[i] for p in parts for i in self._passes(rows.select(p)))
                 rows = settle_old(rows, batches, self.state, self.watchdog.beat)
             for part in parts:
                 self.optimizer_step(rows.select(part), stats)
                 self.state.on_policy = False
 
+    def _passes(self, rows: LossInputs) -> list[Tensor]:
+        """Row indices of each micro-batch."""
+        tokens = None if self.stack.passes_matter(self.config) else self.policy.adapter.tokens_to_read(rows.rollouts)
+        ids = rows.rollouts.group_ids
+        return micro_batches(ids, self.config.train.micro_batch, self.stack.needs.whole_groups, tokens)
+
     def optimizer_step(self, rows: LossInputs, stats: Stats) -> None:
         """Accumulate the micro-batches of all processes, then one step; nothing to train leaves the weights untouched."""
-        micros = micro_batches(rows.rollouts.group_ids, self.config.train.micro_batch, self.stack.needs.whole_groups)
+        micros = self._passes(rows)
         totals = step_totals(rows, len(micros), self.ranks)
         if totals.units == 0:
             stats.update({"grad_norm": (torch.tensor(0.0), torch.tensor(1.0))})

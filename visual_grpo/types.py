@@ -230,6 +230,16 @@ class RolloutBatch:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowTokens:
+    """What a replay reads for each of `n` rows."""
+
+    own: Tensor
+    """[n] int64 tokens, read for the row alone."""
+    context: Tensor
+    """[n] int64 tokens, read once a pass for all rows of the group in it."""
+
+
 @dataclass(kw_only=True)
 class RewardBatch:
     """Scores of `N` rows by `R` rewards."""

@@ -74,6 +74,10 @@ class DeGrpo(Method[DeGrpoConfig]):
         "kl": {"beta": 0.001, "estimator": "k3"},
     }
 
+    def passes_matter(self) -> bool:
+        """Means of each pass."""
+        return self.config.divisors == "micro_batch"
+
     def after_rollout(self, rollouts: RolloutBatch, state: LoopState) -> RolloutBatch:
         """Tag the control tokens."""
         if self.config.control_tokens == 0:

@@ -1,10 +1,10 @@
 """Supervised fine-tuning: the data set's own answers, and their negative log-likelihood; the cold start of a pipeline.
 
 What differs from GRPO: nothing is sampled in training. The rollout of a prompt is what its column `completion` holds, and the
-loss of a token is its negative log-probability at temperature 1, averaged over the tokens of the step (`loss.aggregation`). Where the
-column holds several answers, the rows of a group take them in turn: with `train.group_size` 2, a brief and a long answer to every
-prompt, as Thinkless (arXiv 2505.13379) warms up. Rewards score held-out samples; those of the data set's answers are logged, and
-nothing else reads them. Advantages are 1, and methods that weigh units (`unit_weights`) or add a KL stack with it.
+loss of a token is its negative log-probability at temperature 1, averaged over the tokens of the step (`loss.aggregation`). Where
+the column holds several answers, the rows of a group take them in turn: with `train.group_size` 2, a brief and a long answer to
+every prompt, as Thinkless (arXiv 2505.13379) warms up. Rewards score held-out samples; those of the data set's answers are
+logged, and nothing else reads them. Advantages are 1, and methods that weigh units (`unit_weights`) or add a KL stack with it.
 """
 
 from __future__ import annotations

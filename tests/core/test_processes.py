@@ -75,6 +75,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl": {"beta": 0.05},
     },
     "fg_expo": {"method": [{"fg_expo": {"decay": 0.3}}]},
+    "s_grpo, seed_grpo, lambda_grpo": {
+        "rewards": {"test_processes:rarely": 1.0},
+        "method": ["s_grpo", {"seed_grpo": {"strength": 0.7}}, "lambda_grpo"],
+        "kl": {"beta": 0.05},
+    },
+    "sft": {"method": [{"sft": {"column": "answer"}}], "train": {"group_size": 1, "micro_batch": 1}},
 }
 
 

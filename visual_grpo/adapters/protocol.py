@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_grpo.config import ModelConfig, Section
-from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, UnitKind
+from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, RowTokens, UnitKind
 
 Kind = Literal["diffusion", "autoregressive", "next_scale"]
 Leaf = Literal["embeddings", "first", "middle", "last"]
@@ -118,6 +118,10 @@ class PolicyAdapter(ABC):
 
         Prompts are `rollouts.prompts.context("training")`. Only these units are recomputed.
         """
+
+    def tokens_to_read(self, rollouts: RolloutBatch) -> RowTokens | None:
+        """What `log_prob` reads for each row, where rows have different lengths; None: all cost the same."""
+        return None
 
     def input_scores(self, rollouts: RolloutBatch, chosen: Tensor, *, leaf: Leaf) -> Tensor:
         """How much the log-prob of the `chosen` ([n, T] bool) units depends on each input: |gradient * activation|, [n, T + 1].

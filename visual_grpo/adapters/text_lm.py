@@ -25,7 +25,7 @@ from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, p
 from visual_grpo.adapters.token_rows import TokenRows
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
-from visual_grpo.types import LogProb, PromptBatch, RolloutBatch
+from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, RowTokens
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +269,14 @@ class TextLMAdapter(PolicyAdapter):
             return flat.new_zeros(rows.wanted.shape).masked_scatter(rows.wanted, flat)
 
         return LogProb(value=by_unit(value), entropy=None if spread is None else by_unit(spread))
+
+    def tokens_to_read(self, rollouts: RolloutBatch) -> RowTokens:
+        """See `PolicyAdapter.tokens_to_read`; prompts are those of the sampler."""
+        answers = rollouts.data["lengths"].cpu()
+        prompts = torch.tensor([len(ids) for ids in rollouts.data["prompt_ids"]], dtype=torch.int64)
+        if self._reader is None:
+            return RowTokens(own=prompts + answers, context=torch.zeros_like(prompts))
+        return RowTokens(own=answers, context=prompts)
 
     def _training_prompts(self, rollouts: RolloutBatch) -> list[Tensor]:
         """Prompt ids of the training context; stored ones where it is the text that was sampled under."""

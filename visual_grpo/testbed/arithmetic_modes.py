@@ -5,8 +5,8 @@ Every prompt of this world carries one answer of each mode, both right, in the c
     <short>#### 72
     <think>27+40=67 67+5=72</think> #### 72
 
-`<short>`, `<think>` and `</think>` are single tokens of `testbed/lm_tiny` that its pre-training never shows. The kinds of problems
-go from easy (`one`: a single step, which a working does not shorten) to hard (`mixed`: three operands).
+`<short>`, `<think>` and `</think>` are single tokens of `testbed/lm_tiny` that its pre-training never shows. The kinds of
+problems go from easy (`one`: a single step, which a working does not shorten) to hard (`mixed`: three operands).
 """
 
 from __future__ import annotations
