@@ -25,6 +25,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.eval.benchmarks.flow_methods:run",
         "Flow methods on the testbed under the same wall time: held-out score, steps, network calls, time to a score.",
     ),
+    "logprob_memory": (
+        "visual_grpo.eval.benchmarks.logprob_memory:run",
+        "Memory of a text model's log-prob pass for 256 to 4,096 tokens and a vocabulary of 151,936.",
+    ),
     "text_methods": (
         "visual_grpo.eval.benchmarks.text_methods:run",
         "Text methods against vanilla GRPO on the tiny LM, each where its paper says it helps: held-out score with intervals.",
