@@ -47,7 +47,10 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.text.degrpo:DeGrpo",
         "DeGRPO (2505.13379): the token that chooses the mode apart",
     ),
-    "sft": ("visual_grpo.pipelines.text.sft:Sft", "Supervised fine-tuning: the data set's answers, negative log-likelihood"),
+    "sft": (
+        "visual_grpo.pipelines.text.sft:Sft",
+        "Supervised fine-tuning: the data set's answers, negative log-likelihood",
+    ),
     "flow_grpo": (
         "visual_grpo.pipelines.flow.flow_grpo:FlowGrpo",
         "Flow-GRPO and -Fast (2505.05470): each noisy step is a unit",
@@ -322,5 +325,13 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "sft_thinkless_1_5b": (
         "visual_grpo.pipelines.text.sft:sft_thinkless_1_5b",
         "Warm-up of Thinkless on R1-Distill-Qwen-1.5B, pairs of brief and long answers",
+    ),
+    "thinkless_tiny": (
+        "visual_grpo.pipelines.text.thinkless:thinkless_tiny",
+        "Thinkless on the tiny LM in two stages: two modes are taught, then when to take which",
+    ),
+    "thinkless_1_5b": (
+        "visual_grpo.pipelines.text.thinkless:thinkless_1_5b",
+        "Thinkless from R1-Distill-Qwen-1.5B in two stages",
     ),
 }

@@ -46,6 +46,10 @@ class Condition:
     measures: str = "pass@1"
     shows: tuple[str, ...] = ()
     """means of training figures over the run, which show that the condition holds and what the method did."""
+    says: Callable[[Sequence[Row]], dict[str, float]] | None = None
+    """further figures of the last held-out answers."""
+    warm_up: tuple[str, dict[str, Any]] | None = None
+    """(recipe, overrides) of a run, done once, whose model all arms and seeds start from."""
 
     @property
     def vanilla(self) -> str:
@@ -55,6 +59,10 @@ class Condition:
 
 HASHES = {"exact_match": {"params": {"extraction": "hashes"}}}
 """Only what follows #### is an answer, so a working that is cut off is wrong."""
+WARM_UP = {
+    "train": {"steps": 80, "prompts_per_step": 20, "micro_batch": 40, "optimizer": {"lr": 1e-3}},
+    "eval": {"every": 0, "samples": 100, "final_samples": 200, "batch": 200},
+}
 CLIP_HIGH = {"ratio": {"clip_low": 0.2, "clip_high": 0.28}}
 TOKEN_MEAN = {"loss": {"aggregation": "token_mean"}}
 
@@ -203,6 +211,54 @@ CONDITIONS: dict[str, Condition] = {
         shows=("ratio_max", "clip_fraction", "row_weight_max"),
     ),
 }
+
+
+SHORT_RIGHT, THINK_RIGHT, WRONG = 1.0, 0.5, -1.0
+"""Rewards by mode, as degrpo's own."""
+
+
+def _mode_reward(row: Row) -> float:
+    if float(row["values"]["exact_match"]) < 1:
+        return WRONG
+    mode = _mode(row["text"])
+    return WRONG if mode is None else SHORT_RIGHT if mode == "short" else THINK_RIGHT
+
+
+def _mode(text: str) -> str | None:
+    return next((mode for mode in ("short", "think") if text.startswith(f"<{mode}>")), None)
+
+
+def _modes(rows: Sequence[Row]) -> dict[str, float]:
+    """Share of right answers, and of answers that think: in all and by kind."""
+
+    def think(some: Sequence[Row]) -> float:
+        return sum(_mode(row["text"]) == "think" for row in some) / len(some)
+
+    kinds = dict.fromkeys(row["tag"] for row in rows)
+    right = sum(row["value"] > 0 for row in rows) / len(rows)
+    by_kind = {f"think, {kind}": think([row for row in rows if row["tag"] == kind]) for kind in kinds}
+    return {"right": right, "think": think(rows), **by_kind}
+
+
+CONDITIONS["two modes"] = Condition(
+    holds="a model that was taught to answer at once or after a working (`sft_text_tiny`), paid 1 for a right brief answer, 0.5 "
+    "for a right long one and -1 else; GRPO averages the token that chooses with all others",
+    steps=12,
+    warm_up=("sft_text_tiny", WARM_UP),
+    over={
+        "data": {"source": "testbed/arithmetic_modes"},
+        "rewards": HASHES,
+        "sampling": {"max_new_tokens": 40},
+    },
+    arms={
+        "grpo": Arm(method=[{"degrpo": {"control_tokens": 0, "mode_rewards": {}}}]),
+        "degrpo": Arm(method=[{"degrpo": {"control_weight": 0.1, "mode_rewards": {}}}]),
+    },
+    value=_mode_reward,
+    measures="reward by mode",
+    shows=("degrpo/short", "degrpo/think", "length"),
+    says=_modes,
+)
 
 
 def variants() -> dict[str, str]:

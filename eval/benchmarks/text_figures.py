@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visual_grpo.eval.benchmarks.text_conditions import CONDITIONS
+from visual_grpo.eval.benchmarks.text_conditions import CONDITIONS, Condition
 from visual_grpo.eval.intervals import Difference, paired_bootstrap, paired_difference
 
 __all__ = ["forest", "markdown", "summarise"]
@@ -36,7 +36,7 @@ def summarise(found: Mapping[str, Arms]) -> dict[str, Any]:
             "measures": condition.measures,
             "holds": condition.holds,
             "arms": {
-                name: _arm(runs, condition.shows)
+                name: _arm(runs, condition)
                 | ({} if name == condition.vanilla else {"difference": difference(base, runs)})
                 for name, runs in arms.items()
             },
@@ -44,7 +44,7 @@ def summarise(found: Mapping[str, Arms]) -> dict[str, Any]:
     return out
 
 
-def _arm(runs: Sequence[Mapping[str, Any]], shows: Sequence[str]) -> dict[str, Any]:
+def _arm(runs: Sequence[Mapping[str, Any]], condition: Condition) -> dict[str, Any]:
     finals = [float(run["points"][-1]["score"]) for run in runs]
     some = [statistics.fmean(solved(run["rows"]).values()) for run in runs if solved(run["rows"])]
 
@@ -53,9 +53,11 @@ def _arm(runs: Sequence[Mapping[str, Any]], shows: Sequence[str]) -> dict[str, A
 
     figures = {
         name: statistics.fmean(values)
-        for name in shows
+        for name in condition.shows
         if (values := [run["training"][name] for run in runs if name in run["training"]])
     }
+    said = [condition.says(run["rows"]) for run in runs] if condition.says is not None else []
+    figures |= {f"held-out {key}": statistics.fmean(one[key] for one in said) for key in (said[0] if said else ())}
     return {
         "final": statistics.fmean(finals),
         "finals": finals,
@@ -170,7 +172,9 @@ def markdown(result: Mapping[str, Any]) -> str:
             for name, arm in condition["arms"].items()
             if arm["figures"]
         )
-        notes.append(f"- **{title}** ({condition['measures']}): {condition['holds']}. Means over the steps: {figures}.")
+        notes.append(
+            f"- **{title}** ({condition['measures']}): {condition['holds']}. Means over the steps and seeds: {figures}."
+        )
     what = (
         f"Held-out mean after the last step, ± standard deviation over seeds; seconds of training ({result['clock']} time) are "
         "for comparison within a condition."

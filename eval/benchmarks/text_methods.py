@@ -136,9 +136,22 @@ def _plan(condition: Condition, arm: Arm, title: str, seed: int, settings: Mappi
     }
     if condition.prompts is not None:
         over |= _prompt_files(condition, folder / "data" / _slug(title))
+    if condition.warm_up is not None:
+        over["model"] = {"path": _warmed_up(condition, folder / "runs" / f"{_slug(title)}-warm_up")}
     for layer in (condition.over, arm.over, settings["overrides"]):
         over = merge(over, layer)
     return plan(RECIPE, merge(SHARED, over))
+
+
+def _warmed_up(condition: Condition, folder: Path) -> str:
+    """The model that the arms of a condition start from; trained where it is not there."""
+    from visual_grpo.api import train
+
+    assert condition.warm_up is not None
+    recipe, overrides = condition.warm_up
+    if not (folder / "model").is_dir():
+        train(recipe, overrides=overrides, out=folder, resume=folder.is_dir())
+    return str(folder / "model")
 
 
 def _prompt_files(condition: Condition, folder: Path) -> dict[str, Any]:
