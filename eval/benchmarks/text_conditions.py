@@ -59,10 +59,7 @@ class Condition:
 
 HASHES = {"exact_match": {"params": {"extraction": "hashes"}}}
 """Only what follows #### is an answer, so a working that is cut off is wrong."""
-WARM_UP = {
-    "train": {"steps": 80, "prompts_per_step": 20, "micro_batch": 40, "optimizer": {"lr": 1e-3}},
-    "eval": {"every": 0, "samples": 100, "final_samples": 200, "batch": 200},
-}
+WARM_UP = {"eval": {"every": 0, "samples": 100, "final_samples": 200, "batch": 200}}
 CLIP_HIGH = {"ratio": {"clip_low": 0.2, "clip_high": 0.28}}
 TOKEN_MEAN = {"loss": {"aggregation": "token_mean"}}
 

@@ -103,9 +103,9 @@ def sft_text_tiny() -> RunConfig:
         rewards={"exact_match": RewardConfig(params={"extraction": "hashes"})},
         sampling={"max_new_tokens": 40, "temperature": 1.0},
         train=TrainConfig(
-            steps=100, prompts_per_step=40, group_size=2, micro_batch=80, optimizer=OptimizerConfig(lr=5e-4)
+            steps=160, prompts_per_step=20, group_size=2, micro_batch=40, optimizer=OptimizerConfig(lr=1e-3)
         ),
-        eval=EvalConfig(every=50, samples=200, final_samples=400, batch=400),
+        eval=EvalConfig(every=80, samples=200, final_samples=400, batch=400),
     )
 
 

@@ -62,8 +62,8 @@ def test_what_it_refuses() -> None:
     for flip in (-0.1, 0.5):
         with pytest.raises(UserError, match=r"flip must be at least 0 and below 0\.5"):
             as_reward("label_noise", params={"flip": flip})
-    with pytest.raises(UserError, match="reward 'jpeg' reads more"):
-        as_reward("label_noise", params={"reward": "jpeg"})
+    with pytest.raises(UserError, match="reward 'jpeg_compressibility' reads more"):
+        as_reward("label_noise", params={"reward": "jpeg_compressibility"})
     request = RewardRequest.build(["a"], texts=["one"], metadata=[{"answer": "seven"}])
     with pytest.raises(RewardError, match=r"flips verdicts of 0 or 1, and reward 'anls' gave 0\.\d+"):
         as_reward("label_noise", params={"reward": "anls", "params": {"threshold": 0.0}})(request)
