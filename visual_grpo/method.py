@@ -57,7 +57,7 @@ class Needs:
     given_rows: bool = False
     """Its rows are given texts and not samples (`PolicyAdapter.rows_from_texts`)."""
     compares_rewards: bool = True
-    """False: it learns from something else than differences of rewards, so equal rewards are no fault."""
+    """False: it learns from something else than differences of rewards, so that equal rewards, or none, are no fault."""
     idle_steps: bool = False
     """Steps may sample no unit to train; the self-test then waits for one that has some."""
 

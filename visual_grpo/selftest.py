@@ -61,10 +61,9 @@ def self_test(
     checks = [
         Check(name="trainable parameters", status="ok", detail=f"{state.policy.num_trainable:,}"),
         _ratio(probe, state),
-        _rewards_apply(rewards, state),
     ]
     if stack.needs.compares_rewards:
-        checks.append(_unequal_rewards(rewards, rollouts, state))
+        checks += [_rewards_apply(rewards, state), _unequal_rewards(rewards, rollouts, state)]
     gradient = _gradient(stack, probe, state)
     checks.append(gradient)
     if gradient.status != "failed":

@@ -84,6 +84,7 @@ def _adapter(vocabulary: int, width: int, length: int, chunk: int | None) -> Tex
     from visual_grpo.testbed.lm_build import build_tokenizer
 
     tokenizer = build_tokenizer()
+    tokenizer.model_max_length = length + 64
     config = Qwen3Config(
         vocab_size=max(vocabulary, len(tokenizer)),
         hidden_size=width,

@@ -82,6 +82,18 @@ def test_it_learns_the_given_answers(tmp_path: Path) -> None:
     assert "groups with unequal rewards" not in checks
 
 
+def test_a_set_without_gold_answers_can_be_learned(tmp_path: Path) -> None:
+    """No reward applies to any row; all are trained."""
+    path = tmp_path / "plain.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i}", "completion": "7"}) + "\n" for i in range(16)))
+    config = sft_run(tmp_path, two, data={"source": str(path)}, train={"steps": 2, "group_size": 1})
+    vg.train(config, out=tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [r["metrics"] for r in records if r["kind"] == "train"]
+    assert [m["units"] for m in steps] == [8.0, 8.0]  # four answers of a digit and the end
+    assert steps[0]["grad_norm"] > 0
+
+
 def test_a_high_temperature_does_not_change_the_likelihood(tmp_path: Path) -> None:
     trainer = toy_run.toy_trainer(tmp_path, **sft_run(tmp_path, two, sampling={"temperature": 2.0}))
     rows, _ = toy_run.prepared(trainer, torch.zeros(8))
