@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+from toy_flow import flow_config, flow_trainer, gradient, rows_of
 
 from visual_grpo.eval.benchmarks.step_memory import SavedBytes, held_bytes
 
@@ -35,22 +40,24 @@ def test_chunks_hold_less_than_the_whole() -> None:
     assert whole.peak == 2 * chunks.peak
 
 
-@pytest.mark.parametrize("method", ["flow_grpo", {"v_grpo": {"pairs": 3}}])
-def test_memory_does_not_grow_with_the_denoising_steps(method: Any) -> None:
-    """The same bytes, exactly, for 3 and 5 steps at the same units a pass; more units a pass hold more."""
-    run = {
-        "name": "memory",
-        "model": {"adapter": "sd3", "path": "testbed/sd3_tiny", "lora": {"rank": 2}},
-        "method": [method],
-        "data": {"source": "testbed/scenes"},
-        "rewards": {"brightness": 1.0},
-        "sampling": {"guidance": 1.0},
-        "train": {"prompts_per_step": 2, "group_size": 2, "micro_batch": 2, "ema": None},
-    }
-    of_eval = {"eval.samples": 2, "eval.final_samples": 2, "eval.batch": 2, "eval.grid": 2}
-    held = {
-        (steps, chunk): held_bytes(run, {**of_eval, "sampling.steps": steps, "train.units_per_pass": chunk})
-        for steps, chunk in ((3, 1), (5, 1), (5, 2))
-    }
-    assert held[5, 1] == held[3, 1] > 0
-    assert held[5, 2] > 1.5 * held[5, 1]
+@pytest.mark.parametrize("method", ["flow_grpo", {"v_grpo": {"pairs": 4}}])
+def test_memory_does_not_grow_with_the_denoising_steps(tmp_path: Path, method: Any) -> None:
+    """The same bytes, exactly, for any number of steps at the same units a pass; more units a pass hold more."""
+    held = {}
+    for steps, chunk in ((5, 2), (9, 2), (9, 4)):
+        folder = tmp_path / f"{steps}-{chunk}"
+        folder.mkdir()
+        trainer = flow_trainer(folder, [method], sampling={"steps": steps}, train={"units_per_pass": chunk})
+        rows, _ = rows_of(trainer)
+        with SavedBytes() as saved:
+            gradient(trainer, rows)
+        held[steps, chunk] = saved.peak
+        trainer.suite.close()
+        trainer.writer.close()
+    assert held[9, 2] == held[5, 2] > 0
+    assert held[9, 4] > 1.5 * held[9, 2]
+
+
+def test_a_run_is_measured_with_its_self_test(tmp_path: Path) -> None:
+    config = flow_config(tmp_path, ["flow_grpo"], train={"units_per_pass": 1})
+    assert held_bytes(config, {"eval.samples": 4, "eval.final_samples": 4}) > 0

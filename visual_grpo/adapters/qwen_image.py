@@ -87,6 +87,8 @@ class QwenImageAdapter(PipelineAdapter):
         """Images [n, 3, H, W] of latents [n, C, h, w], each a clip of one frame to the autoencoder."""
         vae = self.pipeline.vae
         x = latents.to(vae.dtype)
-        mean, std = (x.new_tensor(value).view(1, -1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std))
+        mean, std = (
+            x.new_tensor(value).view(1, -1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std)
+        )
         images: Tensor = vae.decode((x * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
         return images / 2 + 0.5

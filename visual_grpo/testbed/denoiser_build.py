@@ -73,7 +73,7 @@ def _unet_pipeline(build: Callable[..., Any], vae: AutoencoderKL | None) -> Any:
 
 
 # A UNet predicts the noise: power 2 is its own error; 1 tells more of what happens at high noise.
-_UNET = Settings(steps=2000, words=False, signal_power=1.0, adam_lr=1e-3)
+_UNET = Settings(steps=1300, batch=32, words=False, signal_power=1.0, adam_lr=1e-3)
 MODELS: dict[str, TinyDenoiser] = {
     "sd3_tiny": TinyDenoiser(adapter=SD3Adapter, pipeline=partial(build_pipeline, shift=3.0), vae=build_vae),
     "flux_tiny": TinyDenoiser(

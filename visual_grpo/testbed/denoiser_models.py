@@ -101,7 +101,7 @@ def _unet(**options: Any) -> UNet2DConditionModel:
         "out_channels": LATENT_CHANNELS,
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "block_out_channels": (32, 64, 96),
+        "block_out_channels": (32, 48, 80),
         "layers_per_block": 1,
         "norm_num_groups": 8,
         "attention_head_dim": 4,

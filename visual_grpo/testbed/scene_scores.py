@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.testbed.detector import Detection, SceneDetector
-from visual_grpo.testbed.scenes import KINDS, Metadata, relations, split_prompts
+from visual_grpo.testbed.scenes import IMAGE_SIZE, KINDS, Metadata, relations, split_prompts
 from visual_grpo.types import PromptBatch
 
 BATCH = 60
@@ -32,11 +32,10 @@ def sample_images(
 ) -> Tensor:
     """Sample one image a caption without noise on the way, [N, 3, H, W] in [0, 1]; a row's first noise is its own."""
     adapter.forget_texts()
-    options = adapter.Sampling(steps=steps, solver="ode", guidance=guidance, forward_batch=BATCH)
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}  # FLUX has no default of its own
+    options = adapter.Sampling(steps=steps, solver="ode", guidance=guidance, forward_batch=BATCH, **size)
     rows = torch.arange(len(captions))
-    prompts = PromptBatch(
-        prompts=list(captions), metadata=[{} for _ in captions], group_ids=rows, row_ids=rows.clone()
-    )
+    prompts = PromptBatch(prompts=list(captions), metadata=[{} for _ in captions], group_ids=rows, row_ids=rows.clone())
     images = adapter.decode(adapter.sample(prompts, seed=seed, sampling=options)).images
     assert images is not None
     return images
