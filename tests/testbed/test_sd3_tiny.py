@@ -18,7 +18,6 @@ from visual_grpo.testbed.scenes import KINDS, all_prompts, draw_prompt
 from visual_grpo.testbed.vae_pretraining import decode_latents, encode_images
 from visual_grpo.testbed.words import all_word_prompts, draw_word
 
-
 WEIGHTS_DIR = SHIPPED / "sd3_tiny"
 
 

@@ -1,8 +1,8 @@
 """Builds the diffusion pipelines of the testbed: pretrains small ones on the drawn world, on a CPU.
 
 `sd3_tiny` starts from nothing: the autoencoder (minutes), then flow matching in its latent space on deliberately noisy captions
-(about an hour on one thread). The result draws crisp objects and follows its prompt in a third of the cases, so there is something
-to align. The others start with parts of it (`denoiser_models`) and are trained by the same loop.
+(about an hour on one thread). The result draws crisp objects and follows its prompt in a third of the cases, so there is
+something to align. The others start with parts of it (`denoiser_models`) and are trained by the same loop.
 
 The schedule is in steps, so a seed gives the same model on the same machine; `minutes` ends the training earlier.
 """
@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class TinyDenoiser:
     vae: Callable[[], AutoencoderKL] | None = None
     vae_steps: int = 1000
     guidance: tuple[float, ...] = (1.0, 2.5)
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
 
 
 def sd3_tiny() -> StableDiffusion3Pipeline:
