@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from visual_grpo.adapters.unet import unit_scale
+from visual_grpo.api import plan
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
 from visual_grpo.testbed import denoiser_build
@@ -19,7 +20,12 @@ from visual_grpo.testbed.denoiser_models import FLUX_LAYERS, build_flux, build_f
 from visual_grpo.testbed.denoiser_pretraining import Settings, denoising_loss
 from visual_grpo.testbed.vae_pretraining import decode_latents, encode_images
 
-NEW = ("flux_tiny", "sd15_tiny", "sdxl_tiny")
+# The recipes of docs/testbed.md.
+NEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux_tiny": ("flow_grpo_tiny", {"sampling.height": 48, "sampling.width": 48}),
+    "sd15_tiny": ("dancegrpo_tiny", {"sampling.solver": "ddim", "sampling.noise_scale": 1}),
+    "sdxl_tiny": ("v_grpo_tiny", {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,8 @@ def test_build_writes_a_pipeline_that_its_adapter_loads(
     assert sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file()) < 12e6
     cls = MODELS[name].adapter
     config = ModelConfig(adapter=name.removesuffix("_tiny"), path=str(tmp_path / name))
+    recipe, options = NEW[name]
+    assert plan(recipe, {"model.adapter": config.adapter, "model.path": config.path, **options}).adapter_class is cls
     adapter = cls.load(config, device=torch.device("cpu"), sampling=cls.Sampling())
     assert 1.5e6 < sum(p.numel() for p in adapter.trainable_module.parameters()) < 2.6e6
     assert adapter.latent_shape(cls.Sampling(height=48, width=48)) == (

@@ -51,7 +51,7 @@ def unet_vae(shared: AutoencoderKL) -> AutoencoderKL:
     return vae
 
 
-def _without_projection(encoder: nn.Module) -> CLIPTextModel:
+def _without_projection(encoder: Any) -> CLIPTextModel:
     """CLIP's text model with the weights of one that also projects."""
     model = CLIPTextModel(encoder.config)
     getattr(model, "text_model", model).load_state_dict(encoder.text_model.state_dict())  # transformers 5 has it flat

@@ -33,7 +33,9 @@ def sample_images(
     """Sample one image a caption without noise on the way, [N, 3, H, W] in [0, 1]; a row's first noise is its own."""
     adapter.forget_texts()
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}  # FLUX has no default of its own
-    options = adapter.Sampling(steps=steps, solver="ode", guidance=guidance, forward_batch=BATCH, **size)
+    options = adapter.Sampling.model_validate(
+        {"steps": steps, "solver": "ode", "guidance": guidance, "forward_batch": BATCH, **size}
+    )
     rows = torch.arange(len(captions))
     prompts = PromptBatch(prompts=list(captions), metadata=[{} for _ in captions], group_ids=rows, row_ids=rows.clone())
     images = adapter.decode(adapter.sample(prompts, seed=seed, sampling=options)).images
