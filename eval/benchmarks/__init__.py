@@ -15,7 +15,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "step_memory": (
         "visual_grpo.eval.benchmarks.step_memory:run",
-        "What autograd holds in a Flow-GRPO step of 5, 10, 20 and 40 denoising steps.",
+        "What autograd holds in a step of Flow-GRPO and of V-GRPO with 5, 10, 20 and 40 denoising steps.",
     ),
     "text_step_vs_trl": (
         "visual_grpo.eval.benchmarks.text_step_vs_trl:run",

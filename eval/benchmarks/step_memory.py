@@ -2,9 +2,9 @@
 
     visual-grpo benchmark step_memory
 
-One real step of Flow-GRPO (sample, score, replay, backward, optimizer) for each number of denoising steps. Counted are the bytes
-that autograd holds for the backward pass, at their peak: it is what a step adds to the weights, and it does not depend on the
-allocator. On a GPU the allocator's own peak stands beside it. The stored transitions are counted apart: they do grow.
+One real step (sample, score, replay, backward, optimizer) for each method family and number of denoising steps. Counted are the
+bytes that autograd holds for the backward pass, at their peak: it is what a step adds to the weights, and it does not depend on
+the allocator. On a GPU the allocator's own peak stands beside it. The stored transitions are counted apart: they do grow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(
     *,
     seeds: int = 1,
     out: Path | None = None,
-    recipe: str = "flow_grpo_tiny",
+    methods: tuple[str, ...] = ("flow_grpo", "v_grpo"),
     steps: tuple[int, ...] = (5, 10, 20, 40),
     units_per_pass: int = 2,
 ) -> dict[str, Any]:
@@ -61,38 +61,50 @@ def run(
     Args:
         seeds: unused; memory does not depend on the seed.
         out: folder for step_memory.json.
-        recipe: of a method whose units are denoising transitions.
+        methods: methods with a recipe `<method>_tiny`; units of flow_grpo are denoising transitions, of v_grpo noise pairs.
         steps: numbers of denoising steps.
-        units_per_pass: transitions replayed at once.
+        units_per_pass: units replayed at once.
 
     Returns:
-        A row a number of steps: units, peak_mib (what autograd held at most), stored_mib (transitions of the step's rows),
-        cuda_peak_mib on a GPU.
+        A row a method and number of steps: units of a row, held_mib (what autograd held at most), stored_mib (what a rollout of
+        the step's 8 rows keeps), cuda_peak_mib on a GPU.
     """
-    rows = {f"{count} steps": _step(recipe, count, units_per_pass) for count in steps}
+    rows = {
+        f"{method}, {count} steps": _row(f"{method}_tiny", {"sampling.steps": count}, units_per_pass)
+        for method in methods
+        for count in steps
+    }
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "step_memory.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
 
 
-def _step(recipe: str, steps: int, units_per_pass: int) -> dict[str, float]:
+def held_bytes(source: Any, overrides: dict[str, Any]) -> int:
+    """Peak bytes that autograd held in a run of one step of `source`, a recipe or a config, its self-test included."""
     import visual_grpo as vg
+
+    once = {"train.steps": 1, "eval.every": 0, "eval.samples": 8, "eval.final_samples": 8}
+    with TemporaryDirectory() as folder, SavedBytes() as saved:
+        vg.train(source, overrides=once | overrides, out=Path(folder) / "run")
+    return saved.peak
+
+
+def _row(recipe: str, overrides: dict[str, Any], units_per_pass: int) -> dict[str, float]:
     from visual_grpo.api import plan
 
-    size = {"train.prompts_per_step": 2, "train.group_size": 4, "train.micro_batch": 4, "train.steps": 1}
-    quiet = {"eval.every": 0, "eval.samples": 8, "eval.final_samples": 8, "train.units_per_pass": units_per_pass}
-    overrides = {**size, **quiet, "sampling.steps": steps}
+    size = {"train.prompts_per_step": 2, "train.group_size": 4, "train.micro_batch": 4}
+    every = {**size, **overrides, "train.units_per_pass": units_per_pass}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with TemporaryDirectory() as folder, SavedBytes() as saved:
-        vg.train(recipe, overrides=overrides, out=folder)
-    made = plan(recipe, overrides)
+    held = held_bytes(recipe, every)
+    made = plan(recipe, every)
+    (units,) = (method.units_per_row(made.sampling) for method in made.stack.methods.values())
     module = made.adapter_class.load_meta(made.config.model)
-    memory = made.adapter_class.plan_memory(made.config.model, module, sampling=made.sampling, rows=8, units=steps - 1)
+    memory = made.adapter_class.plan_memory(made.config.model, module, sampling=made.sampling, rows=8, units=units)
     row = {
-        "units": float(steps - 1),
-        "peak_mib": saved.peak / 2**20,
+        "units": float(units),
+        "held_mib": held / 2**20,
         "stored_mib": memory.parts["rollout storage"] / 2**20,
     }
     if torch.cuda.is_available():

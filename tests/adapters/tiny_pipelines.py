@@ -178,6 +178,77 @@ def lumina2(folder: Path, tokenizer: Any) -> Any:
     )
 
 
+def qwen_image(folder: Path, tokenizer: Any) -> Any:
+    """Qwen-Image of two blocks with its video autoencoder of factor 2; the published schedule."""
+    import transformers
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    torch.manual_seed(0)
+    shared = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    text = shared | {"num_hidden_layers": 1, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
+    text["rope_scaling"] = {"rope_type": "default", "type": "default", "mrope_section": [2, 1, 1]}
+    vision = {"hidden_size": 16, "out_hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, pad_token_id=0)
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.0, 2.0, 0.5, 1.5],
+    )
+    published = {"shift_terminal": 0.02, "max_shift": 0.9, "max_image_seq_len": 8192}
+    return QwenImagePipeline(
+        transformer=_shaken(transformer),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **published),
+        vae=vae,
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=tokenizer,
+    )
+
+
+def z_image(folder: Path, text_lm: Any, tokenizer: Any) -> Any:
+    """Z-Image of one block and a refiner a side; `text_lm` is a tiny Qwen3."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+
+    torch.manual_seed(0)
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=text_lm.config.hidden_size,
+        axes_dims=[4, 6, 6],
+        axes_lens=[128, 16, 16],
+    )
+    for padding in (transformer.x_pad_token, transformer.cap_pad_token):  # not set there
+        nn.init.normal_(padding)
+    return ZImagePipeline(
+        transformer=_shaken(transformer),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_vae(scaling_factor=0.36, shift_factor=0.12),
+        text_encoder=text_lm,
+        tokenizer=tokenizer,
+    )
+
+
 def _unet(**options: Any) -> Any:
     from diffusers import UNet2DConditionModel
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
-from visual_grpo.eval.benchmarks.step_memory import SavedBytes
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+from toy_flow import flow_config, flow_trainer, gradient, rows_of
+
+from visual_grpo.eval.benchmarks.step_memory import SavedBytes, held_bytes
 
 
 def test_saved_bytes_rise_and_fall() -> None:
@@ -30,3 +38,26 @@ def test_chunks_hold_less_than_the_whole() -> None:
         for _ in range(2):
             x.exp().sum().backward()
     assert whole.peak == 2 * chunks.peak
+
+
+@pytest.mark.parametrize("method", ["flow_grpo", {"v_grpo": {"pairs": 4}}])
+def test_memory_does_not_grow_with_the_denoising_steps(tmp_path: Path, method: Any) -> None:
+    """The same bytes, exactly, for any number of steps at the same units a pass; more units a pass hold more."""
+    held = {}
+    for steps, chunk in ((5, 2), (9, 2), (9, 4)):
+        folder = tmp_path / f"{steps}-{chunk}"
+        folder.mkdir()
+        trainer = flow_trainer(folder, [method], sampling={"steps": steps}, train={"units_per_pass": chunk})
+        rows, _ = rows_of(trainer)
+        with SavedBytes() as saved:
+            gradient(trainer, rows)
+        held[steps, chunk] = saved.peak
+        trainer.suite.close()
+        trainer.writer.close()
+    assert held[9, 2] == held[5, 2] > 0
+    assert held[9, 4] > 1.5 * held[9, 2]
+
+
+def test_a_run_is_measured_with_its_self_test(tmp_path: Path) -> None:
+    config = flow_config(tmp_path, ["flow_grpo"], train={"units_per_pass": 1})
+    assert held_bytes(config, {"eval.samples": 4, "eval.final_samples": 4}) > 0

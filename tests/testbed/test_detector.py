@@ -6,8 +6,8 @@ import torch
 
 from visual_grpo.rewards.geneval_rules import DetectionFilter, filter_detections, judge_official, judge_partial
 from visual_grpo.testbed.detector import SceneDetector
+from visual_grpo.testbed.scene_scores import is_correct
 from visual_grpo.testbed.scenes import COLORS, KINDS, SHAPES, SceneObject, all_prompts, draw_scene, sample_scene
-from visual_grpo.testbed.sd3_build import is_correct
 
 
 def to_tensor(images):

@@ -10,11 +10,15 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from visual_grpo.adapters.sd3 import SD3Adapter
+from visual_grpo.testbed.denoiser_build import WEIGHTS_DIR as SHIPPED
 from visual_grpo.testbed.detector import SceneDetector
+from visual_grpo.testbed.scene_scores import is_correct, sample_images, score_prompts
 from visual_grpo.testbed.scenes import KINDS, all_prompts, draw_prompt
-from visual_grpo.testbed.sd3_build import WEIGHTS_DIR, is_correct, sample_images, score_prompts
 from visual_grpo.testbed.vae_pretraining import decode_latents, encode_images
 from visual_grpo.testbed.words import all_word_prompts, draw_word
+
+WEIGHTS_DIR = SHIPPED / "sd3_tiny"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,8 @@ VAE_ACCURACY = 0.99
 
 def test_samples_are_crisp_and_often_but_not_always_right(pipeline):
     prompts = score_prompts(60)
-    images = sample_images(pipeline, [str(entry["prompt"]) for entry in prompts], seed=0, steps=6)
+    adapter = SD3Adapter(pipeline, SD3Adapter.Sampling())
+    images = sample_images(adapter, [str(entry["prompt"]) for entry in prompts], seed=0, steps=6)
     found = SceneDetector(report_unknown=True).detect(images)
     objects = [len([item for name, items in f.items() for item in items if name != "unknown"]) for f in found]
     unknown = sum(len(f.get("unknown", ())) for f in found)

@@ -17,5 +17,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "sdxl": ("visual_grpo.adapters.sdxl:SDXLAdapter", "any StableDiffusionXLPipeline base model"),
     "sana": ("visual_grpo.adapters.sana:SanaAdapter", "any SanaPipeline: SANA 0.6B, 1.6B, SANA-1.5"),
     "lumina2": ("visual_grpo.adapters.lumina2:Lumina2Adapter", "any Lumina2Pipeline: Lumina-Image 2.0"),
+    "qwen_image": ("visual_grpo.adapters.qwen_image:QwenImageAdapter", "any QwenImagePipeline: Qwen-Image"),
+    "z_image": ("visual_grpo.adapters.z_image:ZImageAdapter", "any ZImagePipeline: Z-Image, Z-Image-Turbo"),
     "sd15": ("visual_grpo.adapters.sd15:SD15Adapter", "any StableDiffusionPipeline: SD 1.x, 2.x"),
 }

@@ -49,6 +49,29 @@ class NetworkInputs:
     doubled: bool = False
 
 
+def padded_texts(rows: Sequence[Tensor], length: int) -> dict[str, Tensor]:
+    """Texts of different lengths as condition tensors.
+
+    Args:
+        rows: [P], each [l, D] with l at most `length`.
+        length: L, the same for every call, so that kept encodings stack.
+
+    Returns:
+        `tokens` [P, L, D], zero behind a text's end, and `mask` [P, L], 1 on its tokens.
+    """
+    tokens = torch.stack([torch.nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
+    mask = torch.arange(length, device=tokens.device) < lengths[:, None]
+    return {"tokens": tokens, "mask": mask.to(tokens.dtype)}
+
+
+def trimmed_texts(condition: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Undo what `padded_texts` added beyond the longest text of a batch: tokens [n, l, D] and bool mask [n, l]."""
+    mask = condition["mask"].bool()
+    longest = int(mask.sum(dim=1).max())
+    return condition["tokens"][:, :longest], mask[:, :longest]
+
+
 class TextCache:
     """Encodings of texts, the least recently used thrown away first."""
 

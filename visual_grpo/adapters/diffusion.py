@@ -155,6 +155,15 @@ class DiffusionAdapter(PolicyAdapter):
         """Finished latents from those at the last level `sigma` [], which is 0 but for some schedules."""
         return latents
 
+    def guided(self, free: Tensor, bound: Tensor, scale: float) -> Tensor:
+        """Velocity [n, *latent] from both branches' [n, *latent]; scale 1 = the conditional one (and is not asked for)."""
+        return free + scale * (bound - free)
+
+    @property
+    def level_range(self) -> tuple[float, float]:
+        """Lowest and highest noise level that the network was trained on."""
+        return 0.0, 1.0
+
     # ---- shared -------------------------------------------------------------------------------------------------------
 
     @property
@@ -186,6 +195,10 @@ class DiffusionAdapter(PolicyAdapter):
                 dtype=self.network_dtype,
             )
         return replace(condition, guided=guided)
+
+    def forget_texts(self) -> None:
+        """Drop the kept encodings: the text encoders' weights have changed."""
+        self._texts = TextCache()
 
     def stochastic_steps(self, sampling: DiffusionSampling, units: Tensor | None = None) -> list[int]:
         """Step indices that are noisy, stored and trainable: `units`, or all but the last step.
@@ -350,13 +363,13 @@ class DiffusionAdapter(PolicyAdapter):
         if inputs.doubled:
             both = self.predict_velocity(torch.cat([x, x]), torch.cat([sigma, sigma]), inputs.tensors).to(latents.dtype)
             free, bound = both.chunk(2)
-            return free + options.guidance * (bound - free)
+            return self.guided(free, bound, options.guidance)
         bound = self.predict_velocity(x, sigma, inputs.tensors).to(latents.dtype)
         if inputs.free is None:
             return bound
         with torch.no_grad():
             free = self.predict_velocity(x, sigma, inputs.free).to(latents.dtype)
-        return free + options.guidance * (bound - free)
+        return self.guided(free, bound, options.guidance)
 
     def _replay_velocity(
         self, latents: Tensor, sigma: Tensor, texts: list[str], repeats: int, options: DiffusionSampling

@@ -75,7 +75,15 @@ def _resolve_testbed(path: str, marker: str) -> str:
     folder = packaged_folder(name)
     if name and "/" not in name and (folder / marker).is_file():
         return str(folder)
-    hint = did_you_mean(name, packaged_names())
+    from visual_grpo.registry import Registry
+
+    buildable = Registry[object]("testbed model", builtin_module="visual_grpo.cli.testbed:TABLE").names()
+    if name in buildable:
+        raise UserError(
+            f"model.path {path!r}: this installation has no weights of it (no {marker} in {str(folder)!r}). "
+            f"`visual-grpo testbed build {name}` pretrains it; then give model.path=build/{name}"
+        )
+    hint = did_you_mean(name, [*packaged_names(), *buildable])
     raise UserError(
         f"model.path {path!r}: no {marker} in {str(folder)!r}.{hint} Packaged models: {_packaged()}. "
         f"`visual-grpo testbed build NAME` makes one again."

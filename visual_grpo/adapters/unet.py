@@ -91,6 +91,11 @@ class UNetAdapter(PipelineAdapter):
         last = flow_level(torch.as_tensor(self.scheduler.final_alpha_cumprod).double())
         return torch.cat([self.levels[self.scheduler.timesteps.cpu()], last.view(1)]).to(self.step_dtype)
 
+    @property
+    def level_range(self) -> tuple[float, float]:
+        """Levels of the first and the last training step."""
+        return float(self.levels[0]), float(self.levels[-1])
+
     def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """The pure noise that the model starts from, in flow units."""
         return noise / unit_scale(sigma)

@@ -9,10 +9,22 @@ import typer
 
 TABLE: dict[str, tuple[str, str]] = {
     "sd3_tiny": (
-        "visual_grpo.testbed.sd3_build:build",
+        "visual_grpo.testbed.denoiser_build:build_sd3_tiny",
         "StableDiffusion3Pipeline with a 2 to 3 M parameter transformer.",
     ),
     "lm_tiny": ("visual_grpo.testbed.lm_build:build", "Small Qwen3 language model that does arithmetic."),
+    "flux_tiny": (
+        "visual_grpo.testbed.denoiser_build:build_flux_tiny",
+        "FluxPipeline with a 2 to 3 M parameter transformer.",
+    ),
+    "sd15_tiny": (
+        "visual_grpo.testbed.denoiser_build:build_sd15_tiny",
+        "StableDiffusionPipeline with a 2 to 3 M parameter UNet.",
+    ),
+    "sdxl_tiny": (
+        "visual_grpo.testbed.denoiser_build:build_sdxl_tiny",
+        "StableDiffusionXLPipeline with a 2 to 3 M parameter UNet.",
+    ),
 }
 
 app = typer.Typer(help="Build the small models of the testbed.", no_args_is_help=True)

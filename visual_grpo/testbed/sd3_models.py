@@ -73,14 +73,19 @@ def build_t5_tokenizer(words: Sequence[str]) -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=TEXT_TOKENS)
 
 
-def build_vae() -> AutoencoderKL:
-    """Build an untrained autoencoder of factor 2; its `scaling_factor` and `shift_factor` are set after training."""
+def build_vae(*, widths: tuple[int, ...] = (8, 16), channels: int = LATENT_CHANNELS) -> AutoencoderKL:
+    """Build an untrained autoencoder; its `scaling_factor` and `shift_factor` are set after training.
+
+    Args:
+        widths: channels of its levels, each of half the size of the one before: two make a factor of 2.
+        channels: of the latents.
+    """
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        block_out_channels=widths,
         layers_per_block=1,
-        latent_channels=LATENT_CHANNELS,
+        latent_channels=channels,
         norm_num_groups=4,
         sample_size=IMAGE_SIZE,
         scaling_factor=1.0,

@@ -113,12 +113,12 @@ def set_latent_scale(vae: AutoencoderKL, images: Tensor) -> None:
 def encode_images(vae: AutoencoderKL, images: Tensor) -> Tensor:
     """Encode images [N, 3, H, W] in [-1, 1] to normalised latents [N, C, h, w] (the posterior's mean)."""
     latents = torch.cat([vae.encode(part).latent_dist.mean for part in images.split(64)])
-    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 @torch.no_grad()
 def decode_latents(vae: AutoencoderKL, latents: Tensor) -> Tensor:
     """Decode normalised latents [N, C, h, w] to images [N, 3, H, W] in [0, 1]."""
-    raw = latents / vae.config.scaling_factor + vae.config.shift_factor
+    raw = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
     images = torch.cat([vae.decode(part).sample for part in raw.split(64)])
     return (images / 2 + 0.5).clamp(0, 1)
