@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from visual_grpo.normalise import Normalisers
     from visual_grpo.optimizer import Optimizer
     from visual_grpo.policy import Policy
+    from visual_grpo.selection import Selection
     from visual_grpo.stack import MethodStack
     from visual_grpo.writer import RunWriter
 
@@ -43,6 +44,7 @@ class Checkpointer:
     stack: MethodStack
     normalisers: Normalisers
     alarms: Alarms
+    selection: Selection
     ranks: Ranks
     writer: RunWriter
     keep: int
@@ -92,14 +94,23 @@ class Checkpointer:
             self.stack.load_state_dict(state["methods"])
             self.normalisers.load_state_dict(state.get("normalisers", {}))
             self.alarms.load_state_dict(state["alarms"])
+            self.selection.load_state_dict(state.get("selection", {}))
             for rng in state["rng"][self.ranks.rank : self.ranks.rank + 1]:  # none where there were fewer processes
                 ckpt.set_rng_state(rng)
         found = None
         if self.ranks.main:
             ckpt.prune_checkpoints(folder, self.keep)
-            found = self.writer.rewind(self.progress.step, size)
+            found = self.writer.rewind(self.progress.step, size, final=self._final_step())
         evaluations: tuple[Evaluation | None, Evaluation | None] = self.ranks.broadcast(found)
         return evaluations
+
+    def _final_step(self) -> int | None:
+        """Whose weights the last evaluation measures, where the run has no step left; None: it goes on."""
+        step, config = self.progress.step, self.writer.config
+        if step < config.train.steps and self.selection.reason is None:
+            return None
+        best = self.selection.best if config.eval.final == "best" else None
+        return step if best is None else best.step
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights and optimizer, as it is now."""
@@ -111,6 +122,7 @@ class Checkpointer:
             "methods": copy.deepcopy(self.stack.state_dict()),
             "normalisers": copy.deepcopy(self.normalisers.state_dict()),
             "alarms": self.alarms.state_dict(),
+            "selection": self.selection.state_dict(),
             "rng": ckpt.rng_state(),
         }
 
