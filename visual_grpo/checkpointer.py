@@ -100,17 +100,11 @@ class Checkpointer:
         found = None
         if self.ranks.main:
             ckpt.prune_checkpoints(folder, self.keep)
-            found = self.writer.rewind(self.progress.step, size, final=self._final_step())
+            step = self.progress.step
+            ended = step >= self.writer.config.train.steps or self.selection.reason is not None
+            found = self.writer.rewind(step, size, final=self.selection.measured(step) if ended else None)
         evaluations: tuple[Evaluation | None, Evaluation | None] = self.ranks.broadcast(found)
         return evaluations
-
-    def _final_step(self) -> int | None:
-        """Whose weights the last evaluation measures, where the run has no step left; None: it goes on."""
-        step, config = self.progress.step, self.writer.config
-        if step < config.train.steps and self.selection.reason is None:
-            return None
-        best = self.selection.best if config.eval.final == "best" else None
-        return step if best is None else best.step
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights and optimizer, as it is now."""

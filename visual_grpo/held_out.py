@@ -30,7 +30,7 @@ def weights_to_measure(policy: Policy) -> str | None:
 
 def weights_to_export(policy: Policy, config: RunConfig) -> str | None:
     """The set of weights that the last evaluation measures and `model/` holds; None: the trained ones."""
-    return BEST if config.eval.final == BEST and BEST in policy.sets else weights_to_measure(policy)
+    return BEST if config.eval.final == "best" and BEST in policy.sets else weights_to_measure(policy)
 
 
 @dataclass(kw_only=True)
@@ -80,16 +80,16 @@ class HeldOut:
 
     def final(self, step: int) -> Evaluation:
         """The last evaluation of a run that ended at `step`: of its best weights or the last ones, as `eval.final` says."""
-        samples, best = self.config.eval.final_samples, self.selection.best
-        if best is None or weights_to_export(self.policy, self.config) != BEST:
+        samples = self.config.eval.final_samples
+        if weights_to_export(self.policy, self.config) != BEST:
             return self.evaluate(step, samples, final=True)[0]
-        found = self._measured(samples, BEST)
-        self.writer.evaluation(best.step, found, self.selection.marks(best.step) | {"final": True})
+        found, step = self._measured(samples, BEST), self.selection.measured(step)
+        self.writer.evaluation(step, found, self.selection.marks(step) | {"final": True})
         return found
 
     def recall(self, step: int, last: Evaluation | None) -> None:
         """After a resumption that found the `last` evaluation of a finished run: it may have been the best."""
-        if last is None or self.config.eval.final == BEST:
+        if last is None or self.config.eval.final == "best":
             return
         if self.selection.observe(step, last.rows, last=True):
             self._keep(weights_to_measure(self.policy))

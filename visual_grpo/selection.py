@@ -107,6 +107,10 @@ class Selection:
         record = f"{self._record:.4f} of step {self._record_step}"
         return f"train.early_stop: {stop.metric} has not {word}{more} from the {record} in {times}"
 
+    def measured(self, step: int) -> int:
+        """The step whose weights the last evaluation measures, of a run that ends at `step`."""
+        return step if self.best is None or self.config.eval.final == "last" else self.best.step
+
     def check(self, found: Evaluation) -> None:
         """Refuse a name that the first evaluation lacks.
 

@@ -56,6 +56,8 @@ class Result:
     """why the run ended before its last step."""
     best: Best | None = None
     """the best evaluation, where `checkpoint.best` names its figure."""
+    measured: int | None = None
+    """the step whose weights `after` measures and `model/` holds."""
 
 
 class Trainer:
@@ -146,7 +148,7 @@ class Trainer:
         last = self.last or self.held_out.final(self.step)
         return Result(
             folder=str(self.writer.folder.path), step=self.step, before=self.held_out.first, after=last, stopped=stopped,
-            best=self.selection.best,
+            best=self.selection.best, measured=self.selection.measured(self.step),
         )  # fmt: skip
 
     def _reason(self) -> str | None:

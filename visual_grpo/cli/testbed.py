@@ -13,6 +13,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "StableDiffusion3Pipeline with a 2 to 3 M parameter transformer.",
     ),
     "lm_tiny": ("visual_grpo.testbed.lm_build:build", "Small Qwen3 language model that does arithmetic."),
+    "two_tower": (
+        "visual_grpo.testbed.two_tower_build:build",
+        "Small CLIP-like model of the scenes: a learned reward that can be exploited.",
+    ),
 }
 
 app = typer.Typer(help="Build the small models of the testbed.", no_args_is_help=True)
@@ -42,4 +46,5 @@ def build(
     assert callable(builder)
     folder = Path("build") / name if out is None else out
     builder(folder, seed=seed)
-    print(f"{name} written to {folder}; use it with model.path={folder}")
+    use = f"rewards.two_tower.params.path={folder}" if name == "two_tower" else f"model.path={folder}"
+    print(f"{name} written to {folder}; use it with {use}")
