@@ -37,7 +37,7 @@ class TwoTower(nn.Module):
         logit_scale: logarithm of the scale, as in CLIP.
     """
 
-    def __init__(self, words: Sequence[str], *, dim: int = 64, width: int = 32) -> None:
+    def __init__(self, words: Sequence[str], *, dim: int = 64, width: int = 24) -> None:
         """Build both towers with random weights.
 
         Args:
