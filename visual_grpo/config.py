@@ -165,7 +165,9 @@ class TrainConfig(Section):
     units_per_pass: Positive | None = Field(None, description="units replayed in one pass; null = all")
     rollout_batch: Positive | None = Field(None, description="rows sampled at once; null = all of the process")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop after this training time")
-    early_stop: EarlyStop = Field(None, description="figure of the evaluations (or {metric, patience, ...}) that ends the run")
+    early_stop: EarlyStop = Field(
+        None, description="figure of the evaluations (or {metric, patience, ...}) that ends the run"
+    )
     seed: Seed = 0
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None

@@ -21,7 +21,6 @@ from visual_grpo.reward import RewardRequest
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
-
 DIVERSITY = "diversity"
 """A detail of the first sample of each prompt that has several pictures side by side (`eval.group_size`)."""
 

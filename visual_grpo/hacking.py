@@ -45,7 +45,8 @@ def hacking_message(config: RunConfig, first: Rows, now: Rows) -> str | None:
     if not falls:
         return None
     rose = ", ".join(
-        f"{_headline(n, before)} {before[_headline(n, before)]:.4f} -> {after[_headline(n, before)]:.4f}" for n in trained
+        f"{_headline(n, before)} {before[_headline(n, before)]:.4f} -> {after[_headline(n, before)]:.4f}"
+        for n in trained
     )
     guard = next((_headline(n, before) for n, r in config.rewards.items() if r.eval_only), DIVERSITY)
     return (

@@ -42,7 +42,17 @@ rounding. A run that ran out of memory goes on in smaller pieces."""
 # Locks that this process holds: a second run of the same process (train, then resume) may take the folder again.
 _HELD: dict[Path, int] = {}
 
-_WRITTEN = ("config.yaml", "metrics.jsonl", "self_test.json", "report.html", "samples", "eval", "checkpoints", "model", "best")
+_WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "self_test.json",
+    "report.html",
+    "samples",
+    "eval",
+    "checkpoints",
+    "model",
+    "best",
+)
 
 
 class RunFolder:

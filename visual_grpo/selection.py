@@ -58,7 +58,9 @@ def check_selection(config: RunConfig, *, media: str) -> None:
     evaluation, rewards = config.eval, list(config.rewards)
     diverse = evaluation.group_size > 1 and media == "images"
     if diverse and DIVERSITY in rewards:
-        raise UserError(f"rewards.{DIVERSITY}: this is the name of a figure of eval.group_size > 1; give the reward another key")
+        raise UserError(
+            f"rewards.{DIVERSITY}: this is the name of a figure of eval.group_size > 1; give the reward another key"
+        )
     for key, metric in _watched(config).items():
         head = metric.removesuffix("/by_tag")
         if head == DIVERSITY and DIVERSITY not in rewards:

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from visual_grpo.config import CheckpointConfig, EvalConfig, KlConfig, OptimizerConfig, RewardConfig, RunConfig, TrainConfig
+from visual_grpo.config import (
+    CheckpointConfig,
+    EvalConfig,
+    KlConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RunConfig,
+    TrainConfig,
+)
 from visual_grpo.config_selection import BestConfig, EarlyStopConfig
 from visual_grpo.pipelines.flow.flow_grpo import scenes, tiny_training
 

@@ -37,7 +37,9 @@ def run(folder: Path, script: list[float], **over: Any) -> Any:
     import test_selection  # the copy that the run imports by name
 
     test_selection.SCRIPT[:] = script
-    config = toy_config(folder, **merge({"rewards": WATCHED, "checkpoint": {"best": METRIC}, "eval": {"batch": 32}}, over))
+    config = toy_config(
+        folder, **merge({"rewards": WATCHED, "checkpoint": {"best": METRIC}, "eval": {"batch": 32}}, over)
+    )
     return vg.train(config, out=folder / "run", resume=(folder / "run").exists())
 
 
@@ -127,7 +129,10 @@ def test_state_goes_through_a_checkpoint_and_another_figure_begins_anew() -> Non
 @pytest.mark.parametrize(
     ("over", "words"),
     [
-        ({"checkpoint": {"best": "exat_match"}}, r"checkpoint\.best: no figure 'exat_match'.*Did you mean 'exact_match'"),
+        (
+            {"checkpoint": {"best": "exat_match"}},
+            r"checkpoint\.best: no figure 'exat_match'.*Did you mean 'exact_match'",
+        ),
         ({"train": {"early_stop": "exact/by_tag"}}, r"train\.early_stop\.metric: no figure 'exact/by_tag'"),
         ({"checkpoint": {"best": "diversity"}}, "diversity compares several pictures.*a model that makes images"),
         ({"train": {"early_stop": "exact_match"}, "eval": {"every": 0}}, r"set eval\.every \(now 0\)"),

@@ -75,14 +75,18 @@ def test_without_siblings_there_is_no_diversity_and_asking_for_it_is_refused(tmp
     assert "diversity" not in trainer.evaluate(4).metrics
     trainer.writer.close()
     config = flow_config(tmp_path, "flow_grpo", checkpoint={"best": "diversity"})
-    with pytest.raises(vg.UserError, match=r"diversity compares several pictures of a prompt; it needs eval\.group_size=4"):
+    with pytest.raises(
+        vg.UserError, match=r"diversity compares several pictures of a prompt; it needs eval\.group_size=4"
+    ):
         plan(config)
     with pytest.raises(vg.UserError, match=r"rewards\.diversity: this is the name of a figure"):
         plan(merge(config, {**DIVERSE, "rewards": {"diversity": {"reward": "brightness"}}}))
 
 
 def test_unknown_features_are_refused_before_step_1(tmp_path: Path) -> None:
-    config = flow_config(tmp_path, "flow_grpo", **merge(DIVERSE, {"eval": {"features": "visual_grpo.pictures:nothing"}}))
+    config = flow_config(
+        tmp_path, "flow_grpo", **merge(DIVERSE, {"eval": {"features": "visual_grpo.pictures:nothing"}})
+    )
     with pytest.raises(vg.UserError, match="nothing"):
         vg.train(config, out=tmp_path / "run")
 
@@ -113,13 +117,22 @@ def test_a_reward_that_rises_alone_is_told_with_causes_and_keys() -> None:
     assert "proxy/by_tag 0.2000 -> 0.5000" in told
     assert "true/by_tag fell from 0.5000 to 0.2500 (0.50 standard deviations of its samples)" in told
     assert "diversity" not in told
-    for word in ("kl.beta", "checkpoint.best=true/by_tag", "train.early_stop.metric=true/by_tag", "alarms.hacking_margin"):
+    for word in (
+        "kl.beta",
+        "checkpoint.best=true/by_tag",
+        "train.early_stop.metric=true/by_tag",
+        "alarms.hacking_margin",
+    ):
         assert word in told
 
 
 def test_a_diversity_that_falls_is_told_too() -> None:
-    told = hacking_message(config_of(rewards={"true": {"eval_only": False, "weight": 0}}), FIRST, rows([0.5] * 4, [1.0] * 4, 0.1))
-    assert "diversity/by_tag fell from 0.4000 to 0.1000:" in told  # all prompts were equally diverse: no spread to measure by
+    told = hacking_message(
+        config_of(rewards={"true": {"eval_only": False, "weight": 0}}), FIRST, rows([0.5] * 4, [1.0] * 4, 0.1)
+    )
+    assert (
+        "diversity/by_tag fell from 0.4000 to 0.1000:" in told
+    )  # all prompts were equally diverse: no spread to measure by
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Builds `two_tower`: contrastive training on drawn scenes with partly wrong captions, on a CPU in minutes.
 
-The data have the flaw of data from the web, on purpose: bold pictures come with good captions, faint ones with bad captions. A model
+The data have the flaw of data from the web, on purpose: bold pictures come with good captions, faint ones with bad ones. A model
 that learns this trusts a bold picture more, whatever it shows, and so do preference models that love saturated pictures.
 
 The log ends with what the model is worth: how often it finds the right caption of scenes whose captions it never saw, and how
@@ -111,7 +111,9 @@ def train(model: TwoTower, *, seed: int, steps: int, scenes: int, log: Log) -> N
         loss.backward()
         optimizer.step()
         if step % 50 == 0 or step == steps - 1:
-            log({"stage": "train", "step": step, "loss": round(loss.item(), 4), "scale": round(model.scale().item(), 2)})
+            log(
+                {"stage": "train", "step": step, "loss": round(loss.item(), 4), "scale": round(model.scale().item(), 2)}
+            )
     model.eval()
 
 
@@ -130,7 +132,9 @@ def retrieval(model: TwoTower, count: int = 600, seed: int = 1) -> dict[str, obj
     best = (pictures @ model.text_features(captions).T).argmax(1).tolist()
     true = [str(entry["prompt"]) for entry in entries]
     wrong = [_wrong(text, rng) for text in true]
-    right_wins = ((pictures * model.text_features(true)).sum(1) > (pictures * model.text_features(wrong)).sum(1)).tolist()
+    right_wins = (
+        (pictures * model.text_features(true)).sum(1) > (pictures * model.text_features(wrong)).sum(1)
+    ).tolist()
     by_kind = {
         kind: _mean([win for win, entry in zip(right_wins, entries, strict=True) if entry["tag"] == kind])
         for kind in KINDS
@@ -152,7 +156,9 @@ def _mean(values: Sequence[bool]) -> float:
 
 
 @torch.no_grad()
-def agreement(model: TwoTower, *, prompts: int = 60, samples: int = 8, steps: int = 6, seed: int = 7) -> dict[str, object]:
+def agreement(
+    model: TwoTower, *, prompts: int = 60, samples: int = 8, steps: int = 6, seed: int = 7
+) -> dict[str, object]:
     """Compare the cosine with GenEval's rule and the exact detector on pictures of the base `sd3_tiny`.
 
     Returns:
