@@ -1,7 +1,7 @@
 """Builds `two_tower`: contrastive training on drawn scenes with partly wrong captions, on a CPU in minutes.
 
-The data have the flaw of data from the web, on purpose: bold pictures come with good captions, faint ones with bad ones. A model
-that learns this trusts a bold picture more, whatever it shows, and so do preference models that love saturated pictures.
+The data have the flaw of data from the web, on purpose: faint pictures often come with the caption of something else, bold ones do
+not. A model that learns this trusts a bold picture more, whatever it shows, as preference models do that love saturated pictures.
 
 The log ends with what the model is worth: how often it finds the right caption of scenes whose captions it never saw, and how
 well it agrees with the exact detector on pictures of the base generator, where it was never trained.
@@ -23,15 +23,17 @@ from visual_grpo.testbed.noisy_captions import corrupt_caption
 from visual_grpo.testbed.scenes import BACKGROUND, KINDS, Metadata, all_prompts, draw_prompt, split_prompts
 from visual_grpo.testbed.two_tower import TwoTower, contrastive_loss, save_two_tower
 
-SCENES = 12_000
+SCENES = 8_000
 BATCH = 128
-STEPS = 600
-BOLDNESS = (0.4, 1.6)
+STEPS = 400
+BOLDNESS = (0.8, 2.0)
 """Range of the contrast to the background; scenes are drawn at 1."""
-CAPTION_NOISE = (0.5, 0.05)
-"""Chance that a content word is replaced, for the faintest and the boldest pictures; linear between."""
+MISMATCH = (0.95, 0.0)
+"""Chance that the caption is that of another picture, for the faintest and the boldest pictures; linear between."""
+CAPTION_NOISE = 0.1
+"""Chance that a content word is replaced."""
 LEARNING_RATE = 2e-3
-WARMUP = 50
+WARMUP = 30
 
 Log = Callable[[dict[str, object]], None]
 
@@ -100,10 +102,9 @@ def train(model: TwoTower, *, seed: int, steps: int, scenes: int, log: Log) -> N
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * rate
         index = rng.choice(scenes, size=min(BATCH, scenes), replace=False)
         bold = rng.uniform(*BOLDNESS, size=len(index))
-        noise = np.interp(bold, BOLDNESS, CAPTION_NOISE)
-        captions = [
-            corrupt_caption(str(entries[i]["prompt"]), rng, probability=p) for i, p in zip(index, noise, strict=True)
-        ]
+        strays = rng.random(len(index)) < np.interp(bold, BOLDNESS, MISMATCH)
+        told = np.where(strays, rng.integers(scenes, size=len(index)), index)
+        captions = [corrupt_caption(str(entries[i]["prompt"]), rng, probability=CAPTION_NOISE) for i in told]
         seen = embolden(images[torch.from_numpy(index)].float() / 255, torch.from_numpy(bold).float())
         pictures = model.image_features(seen)
         loss = contrastive_loss(pictures, model.text_features(captions), model.scale())
