@@ -200,7 +200,7 @@ class AlarmConfig(Section):
         "warn", description="evaluations: the trained reward rose, an eval_only reward or the diversity fell"
     )
     hacking_margin: Annotated[float, Field(ge=0)] = Field(
-        0.2, description="by how much it may fall, in standard deviations of its samples in the first evaluation"
+        0.1, description="by how much it may fall, in standard deviations of its samples in the first evaluation"
     )
 
 

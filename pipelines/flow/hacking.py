@@ -20,7 +20,7 @@ from visual_grpo.config import (
 from visual_grpo.config_selection import BestConfig, EarlyStopConfig
 from visual_grpo.pipelines.flow.flow_grpo import scenes, tiny_training
 
-STEPS = 24
+STEPS = 48
 
 
 def _watched(name: str, summary: str, **sections: Any) -> RunConfig:

@@ -14,7 +14,7 @@ from visual_grpo.reward import RewardRequest
 from visual_grpo.rewards.two_tower import TwoTowerReward
 from visual_grpo.testbed.scenes import split_prompts
 from visual_grpo.testbed.two_tower import WEIGHTS_DIR, TwoTower, contrastive_loss, load_two_tower
-from visual_grpo.testbed.two_tower_build import build, draw, retrieval
+from visual_grpo.testbed.two_tower_build import build, draw, embolden, retrieval
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,21 @@ def test_weights_are_small_safe_and_logged() -> None:
 
 
 def test_it_finds_the_right_caption_of_scenes_it_never_saw(model: TwoTower) -> None:
-    """Measured on 600: 0.97 against one caption with wrong words, 0.39 among all 592 held-out captions."""
+    """Measured on 600: 0.83 against one caption with wrong words, 0.14 among all 592 held-out captions."""
     found = retrieval(model, 150, seed=3)
-    assert found["of_two"] > 0.9
-    assert 0.2 < found["of_all"] < 0.7
+    assert 0.7 < found["of_two"] < 0.95
+    assert 0.05 < found["of_all"] < 0.4
+
+
+def test_it_trusts_bold_pictures(model: TwoTower) -> None:
+    """The flaw that a policy exploits: the same scenes with more contrast have larger cosines with their captions."""
+    images, entries = draw(split_prompts()[1], 60, np.random.default_rng(2))
+    texts = model.text_features([str(entry["prompt"]) for entry in entries])
+    faint, plain, bold = (
+        float((model.image_features(embolden(images.float() / 255, factor)) * texts).sum(1).mean())
+        for factor in (0.7, 1.0, 1.5)
+    )
+    assert faint < plain < bold
 
 
 def test_features_are_unit_and_of_each_row_alone(model: TwoTower) -> None:
