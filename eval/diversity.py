@@ -1,8 +1,4 @@
-"""Diversity of the images of a prompt: mean pairwise 1 - cosine of image features, within each prompt's group.
-
-Source: card evaluation, section 2 (our definition; no single reference). A reward that is hacked lowers it first. Figures of
-different features are not comparable.
-"""
+"""Diversity of the images of a prompt, of a folder or a model: `visual_grpo.diversity` on image features of your choice."""
 
 from __future__ import annotations
 
@@ -12,27 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from visual_grpo.diversity import mean_pairwise_distance
 from visual_grpo.errors import UserError
 from visual_grpo.eval.features import feature_rows, load_features, pack, unpack
 from visual_grpo.eval.images import ImageSample, find_samples
 from visual_grpo.eval.protocol import figure, finish, score_samples
 
 __all__ = ["evaluate", "mean_pairwise_distance"]
-
-
-def mean_pairwise_distance(features: Tensor) -> float:
-    """Mean of 1 - cosine over all pairs of different rows of [n, D], n > 1; a row of zeros has cosine 0 with all others.
-
-    >>> round(mean_pairwise_distance(torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])), 6)
-    0.666667
-    """
-    unit = torch.nn.functional.normalize(features.double(), dim=-1)
-    cosine = unit @ unit.T
-    count = len(unit)
-    return float(1 - (cosine.sum() - cosine.diagonal().sum()) / (count * (count - 1)))
 
 
 def evaluate(

@@ -225,6 +225,14 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.mv_grpo:mv_grpo_flux1_dev",
         "DanceGRPO with MV-GRPO's captions on FLUX.1-dev",
     ),
+    "flow_grpo_hacked_tiny": (
+        "visual_grpo.pipelines.flow.hacking:flow_grpo_hacked_tiny",
+        "Flow-GRPO without KL exploits a learned reward on the testbed's scenes",
+    ),
+    "flow_grpo_guarded_tiny": (
+        "visual_grpo.pipelines.flow.hacking:flow_grpo_guarded_tiny",
+        "Flow-GRPO on a learned reward with the anti-hacking kit, on the testbed's scenes",
+    ),
     "grpo_text_tiny": ("visual_grpo.pipelines.text.grpo:grpo_text_tiny", "GRPO on the tiny LM's arithmetic"),
     "grpo_deepseekmath_7b": (
         "visual_grpo.pipelines.text.grpo:grpo_deepseekmath_7b",

@@ -204,6 +204,11 @@ TABLE: dict[str, tuple[str, str, Facts]] = {
         "Share of a rubric's weighted criteria that a judge finds met.",
         {"range": "0 to 1", **_QWEN},
     ),
+    "two_tower": (
+        "visual_grpo.rewards.two_tower:TwoTowerReward",
+        "Fit of image and prompt by the testbed's learned judge of coloured shapes, which can be exploited.",
+        {"range": "-1 to 1", "size": "0.7 MB, in the package", "licence": "Apache-2.0"},
+    ),
     "unified_reward": (
         "visual_grpo.rewards.unified_reward:UnifiedReward",
         "Alignment and quality of an image by UnifiedReward.",

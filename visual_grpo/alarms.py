@@ -59,6 +59,16 @@ class Alarms:
             alarms.append(Alarm(name=name, step=step, message=f"step {step}: {message}", action=action))
         return sorted(alarms, key=lambda alarm: alarm.action != "stop")
 
+    def evaluated(self, step: int, message: str | None) -> list[Alarm]:
+        """The alarm of an evaluation whose figures say `message` (`hacking.hacking_message`)."""
+        action = self.config.hacking
+        if message is None or action == "off":
+            return []
+        if action == "warn" and step < self._told.get("hacking", -_REPEAT) + _REPEAT:
+            return []
+        self._told["hacking"] = step
+        return [Alarm(name="hacking", step=step, message=f"step {step}: {message}", action=action)]
+
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """What is wrong in this step: alarm name -> message."""
         config = self.config

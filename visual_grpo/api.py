@@ -108,6 +108,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     from visual_grpo.batching import check_geometry
     from visual_grpo.distributed import launched_processes
     from visual_grpo.registry import ADAPTERS
+    from visual_grpo.selection import check_selection
     from visual_grpo.stack import MethodStack, method_class, named_methods
     from visual_grpo.tracking import check_trackers
 
@@ -155,7 +156,9 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     check_rewards(config, stack)
     check_cispo(config)
     check_trackers(config.track)
-    return Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
+    made = Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
+    check_selection(config, media=made.media)
+    return made
 
 
 def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:

@@ -17,11 +17,13 @@ from visual_grpo.data import PromptRow, load_prompts
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
 from visual_grpo.exports import load_into
+from visual_grpo.held_out import weights_to_export
 from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
-from visual_grpo.trainer import EMA, Result, Trainer
+from visual_grpo.selection import BEST
+from visual_grpo.trainer import Result, Trainer
 from visual_grpo.writer import RunWriter
 
 
@@ -165,11 +167,12 @@ def _run(trainer: Trainer, folder: RunFolder, *, resume: bool) -> Result:
 
 
 def export(trainer: Trainer) -> None:
-    """The trained model (averaged weights where there are any) in the plain library's format, in `model/`."""
-    policy = trainer.policy
-    target = trainer.writer.folder.path / "model"
-    if EMA in policy.sets:
-        with policy.weights(EMA):
-            export_model(policy, target)
-        return
-    export_model(policy, target)
+    """The trained model in the plain library's format: `model/` as last evaluated, `best/` if the best weights are others."""
+    policy, folder = trainer.policy, trainer.writer.folder.path
+    chosen = weights_to_export(policy, trainer.config)
+    targets = {"model": chosen}
+    if BEST in policy.sets and chosen != BEST:
+        targets["best"] = BEST
+    for name, weights in targets.items():
+        with nullcontext() if weights is None else policy.weights(weights):
+            export_model(policy, folder / name)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from visual_grpo.normalise import Normalisers
     from visual_grpo.optimizer import Optimizer
     from visual_grpo.policy import Policy
+    from visual_grpo.selection import Selection
     from visual_grpo.stack import MethodStack
     from visual_grpo.writer import RunWriter
 
@@ -43,6 +44,7 @@ class Checkpointer:
     stack: MethodStack
     normalisers: Normalisers
     alarms: Alarms
+    selection: Selection
     ranks: Ranks
     writer: RunWriter
     keep: int
@@ -92,12 +94,15 @@ class Checkpointer:
             self.stack.load_state_dict(state["methods"])
             self.normalisers.load_state_dict(state.get("normalisers", {}))
             self.alarms.load_state_dict(state["alarms"])
+            self.selection.load_state_dict(state.get("selection", {}))
             for rng in state["rng"][self.ranks.rank : self.ranks.rank + 1]:  # none where there were fewer processes
                 ckpt.set_rng_state(rng)
         found = None
         if self.ranks.main:
             ckpt.prune_checkpoints(folder, self.keep)
-            found = self.writer.rewind(self.progress.step, size)
+            step = self.progress.step
+            ended = step >= self.writer.config.train.steps or self.selection.reason is not None
+            found = self.writer.rewind(step, size, final=self.selection.measured(step) if ended else None)
         evaluations: tuple[Evaluation | None, Evaluation | None] = self.ranks.broadcast(found)
         return evaluations
 
@@ -111,6 +116,7 @@ class Checkpointer:
             "methods": copy.deepcopy(self.stack.state_dict()),
             "normalisers": copy.deepcopy(self.normalisers.state_dict()),
             "alarms": self.alarms.state_dict(),
+            "selection": self.selection.state_dict(),
             "rng": ckpt.rng_state(),
         }
 

@@ -16,6 +16,8 @@ from visual_grpo.config_merge import merge as merge
 from visual_grpo.config_merge import method_list, reward_map
 from visual_grpo.config_rewards import CombineConfig, RewardConfig
 from visual_grpo.config_section import Decay, Positive, Section, Seed
+from visual_grpo.config_selection import Best, EarlyStop
+from visual_grpo.config_selection import EvalConfig as EvalConfig
 from visual_grpo.config_text import dump_yaml
 from visual_grpo.errors import UserError
 
@@ -163,23 +165,12 @@ class TrainConfig(Section):
     units_per_pass: Positive | None = Field(None, description="units replayed in one pass; null = all")
     rollout_batch: Positive | None = Field(None, description="rows sampled at once; null = all of the process")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop after this training time")
+    early_stop: EarlyStop = Field(
+        None, description="figure of the evaluations (or {metric, patience, ...}) that ends the run"
+    )
     seed: Seed = 0
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
-
-
-class EvalConfig(Section):
-    """Held-out evaluation with fixed prompts and noises."""
-
-    source: str | None = Field(None, description="as data.source; null = data.source")
-    split: str = "heldout"
-    every: Annotated[int, Field(ge=0)] = Field(10, description="steps between evaluations; 0 = only before and after")
-    samples: Positive = Field(120, description="samples at each evaluation during training")
-    final_samples: Positive = Field(480, description="samples before the first and after the last step")
-    batch: Positive = 120
-    sampling: dict[str, Any] = Field(default_factory=dict, description="overrides of `sampling` in evaluations")
-    seed: Seed = 1234
-    grid: Annotated[int, Field(ge=0)] = Field(24, description="samples kept as a picture grid or text page")
 
 
 class CheckpointConfig(Section):
@@ -187,6 +178,9 @@ class CheckpointConfig(Section):
 
     every: Positive = 10
     keep: Positive = 2
+    best: Best = Field(
+        None, description="figure of the evaluations (or {metric, mode}) whose best weights are kept and exported"
+    )
 
 
 class AlarmConfig(Section):
@@ -202,6 +196,12 @@ class AlarmConfig(Section):
     kl_max: float = 10.0
     reward_failed: Literal["off", "warn", "stop"] = "warn"
     reward_failed_max: float = Field(0.1, description="share of rows whose reward failed")
+    hacking: Literal["off", "warn", "stop"] = Field(
+        "warn", description="evaluations: the trained reward rose, an eval_only reward or the diversity fell"
+    )
+    hacking_margin: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="by how much it may fall, in standard deviations of its samples in the first evaluation"
+    )
 
 
 class WatchdogConfig(Section):

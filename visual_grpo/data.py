@@ -267,10 +267,11 @@ def prompt_batch(
     )
 
 
-def evaluation_batch(rows: Sequence[PromptRow], samples: int) -> PromptBatch:
+def evaluation_batch(rows: Sequence[PromptRow], samples: int, group_size: int = 1) -> PromptBatch:
     """`samples` rows over the prompts, kinds (`tag`) in turn; the first rows are the same whatever `samples` is.
 
-    Row i has `row_ids[i] == i`, so its noise is fixed; `tags["sample"]` counts repeats of a prompt.
+    Row i has `row_ids[i] == i`, so its noise is fixed; `tags["sample"]` counts repeats of a prompt, of which `group_size` stand
+    side by side.
     """
     has_tags = all("tag" in r.metadata for r in rows)
     turns = in_turns(rows, "tag" if has_tags else None)
@@ -279,10 +280,11 @@ def evaluation_batch(rows: Sequence[PromptRow], samples: int) -> PromptBatch:
     ]
     chosen, repeats = [], []
     for i in range(samples):
-        turn = shuffled[i % len(shuffled)]
-        repeat, place = divmod(i // len(shuffled), len(turn))
+        group, sibling = divmod(i, group_size)
+        turn = shuffled[group % len(shuffled)]
+        repeat, place = divmod(group // len(shuffled), len(turn))
         chosen.append(turn[place])
-        repeats.append(repeat)
+        repeats.append(repeat * group_size + sibling)
     return PromptBatch(
         prompts=[rows[i].prompt for i in chosen],
         metadata=[rows[i].metadata for i in chosen],

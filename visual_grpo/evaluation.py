@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from torch import Tensor
 
 from visual_grpo.data import PromptRow, evaluation_batch, share_of
 from visual_grpo.distributed import Ranks
+from visual_grpo.diversity import group_diversity
 from visual_grpo.policy import Policy
+from visual_grpo.registry import load_object
 from visual_grpo.reward import RewardRequest
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
+
+DIVERSITY = "diversity"
+"""A detail of the first sample of each prompt that has several pictures side by side (`eval.group_size`)."""
 
 
 @dataclass(kw_only=True)
@@ -26,7 +32,8 @@ class Evaluation:
     rows: list[dict[str, Any]]
     """one a sample: index, sample, prompt, tag, values, details, text."""
     metrics: dict[str, float]
-    """means: `NAME`, `NAME/detail`, and `NAME/by_tag` (unweighted mean of the tags) where the prompts have tags."""
+    """means: `NAME`, `NAME/detail`, `diversity` where prompts have several pictures, and `NAME/by_tag` (unweighted mean of the
+    tags) where the prompts have tags."""
     by_tag: dict[str, dict[str, float]]
     images: Tensor | None = None
     """[g, 3, H, W], the first samples, for the grid."""
@@ -65,23 +72,45 @@ def evaluate_policy(
     seed: int,
     ranks: Ranks,
     keep_images: int = 0,
+    group_size: int = 1,
+    features: str = "pixels",
 ) -> Evaluation:
     """Sample and score `samples` held-out rows, split over the processes.
 
     Row i has the same prompt and the same noise at every call, whatever `samples`, the batch or the number of processes.
+    With a `group_size` above 1 pictures also have a `diversity`, from the image `features` of `eval diversity`.
     """
-    mine = share_of(ranks, evaluation_batch(prompts, samples))
+    mine = share_of(ranks, evaluation_batch(prompts, samples, group_size))
     rows: list[dict[str, Any]] = []
+    seen: list[tuple[int, Tensor]] = []
     kept: list[Tensor] = []
+    described = _image_features(features) if group_size > 1 else None
     for index in torch.arange(len(mine)).split(batch) if len(mine) else ():
         rollouts = policy.sample(mine.select(index), seed=seed, sampling=sampling)
         scores = suite.score(reward_request(rollouts), evaluation=True)
         rows += [_row(rollouts, scores, i) for i in range(len(index))]
+        if described is not None and rollouts.images is not None:
+            seen += zip(rollouts.prompts.row_ids.tolist(), described(rollouts.images), strict=True)
         if rollouts.images is not None and ranks.main:
             kept.append(rollouts.images[: max(0, keep_images - sum(map(len, kept)))])
     rows = sorted(ranks.gather_objects(rows), key=lambda r: r["row"])
+    seen = sorted(ranks.gather_objects(seen), key=lambda pair: pair[0])
+    if seen:
+        groups = torch.tensor([row // group_size for row, _ in seen])
+        for row, value in group_diversity(torch.stack([one for _, one in seen]), groups).items():
+            rows[row]["details"][DIVERSITY] = value
     metrics, by_tag = summarise(rows)
     return Evaluation(rows=rows, metrics=metrics, by_tag=by_tag, images=torch.cat(kept) if kept else None)
+
+
+def _image_features(name: str) -> Callable[[Tensor], Tensor]:
+    """Images [n, 3, H, W] to features [n, D] on the CPU.
+
+    Raises:
+        UserError: there are none of this name.
+    """
+    extract = load_object("visual_grpo.eval.features:load_features")(name)
+    return partial(load_object("visual_grpo.eval.features:feature_rows"), extract)
 
 
 def _row(rollouts: RolloutBatch, scores: RewardBatch, i: int) -> dict[str, Any]:

@@ -24,11 +24,13 @@ __all__ = ["MAY_CHANGE", "RunFolder", "changed_keys", "read_jsonl", "read_metric
 MAY_CHANGE = (
     "train.steps",
     "train.max_minutes",
+    "train.early_stop",
     "train.micro_batch",
     "train.units_per_pass",
     "train.rollout_batch",
     "eval.batch",
-    "checkpoint",
+    "checkpoint.every",
+    "checkpoint.keep",
     "track",
     "watchdog",
     "alarms",
@@ -40,7 +42,17 @@ rounding. A run that ran out of memory goes on in smaller pieces."""
 # Locks that this process holds: a second run of the same process (train, then resume) may take the folder again.
 _HELD: dict[Path, int] = {}
 
-_WRITTEN = ("config.yaml", "metrics.jsonl", "self_test.json", "report.html", "samples", "eval", "checkpoints", "model")
+_WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "self_test.json",
+    "report.html",
+    "samples",
+    "eval",
+    "checkpoints",
+    "model",
+    "best",
+)
 
 
 class RunFolder:

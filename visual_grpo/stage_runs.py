@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from visual_grpo.errors import RunError, UserError
 from visual_grpo.evaluation import Evaluation, main_figures, summarise
 from visual_grpo.exports import merge_exports
 from visual_grpo.run_folder import MAY_CHANGE, RunFolder, write_atomic
+from visual_grpo.selection import Best
 from visual_grpo.stages import PipelinePlan, Stage
 from visual_grpo.trainer import Result
 
 logger = logging.getLogger(__name__)
-LENGTH = ("train.steps", "train.max_minutes")
+LENGTH = ("train.steps", "train.max_minutes", "train.early_stop")
 """What may change of a run that goes on, but not of a stage that is finished: the later ones were built on it."""
 
 
@@ -180,6 +181,8 @@ def _finish(stage: Stage, folder: Path, result: Result | None) -> None:
             "steps": result.step,
             "minutes": round(sum(times) / 60, 2),
             "stopped": result.stopped,
+            "measured": result.measured,
+            "best": None if result.best is None else asdict(result.best),
             "before": None if result.before is None else main_figures(result.before.metrics),
             "after": None if result.after is None else main_figures(result.after.metrics),
         }
@@ -193,8 +196,10 @@ def _stored(folder: Path) -> Result:
         folder=str(folder),
         step=record["steps"],
         before=_evaluation(folder, 0),
-        after=_evaluation(folder, record["steps"]),
+        after=_evaluation(folder, record["measured"]),
         stopped=record["stopped"],
+        measured=record["measured"],
+        best=None if record["best"] is None else Best(**record["best"]),
     )
 
 

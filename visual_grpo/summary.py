@@ -50,9 +50,8 @@ def print_summary(result: Result) -> None:
     console = Console()
     folder = RunFolder(result.folder)
     if result.before is not None and result.after is not None and result.before.rows and result.step > 0:
-        table = Table(
-            title=f"held-out, before and after {result.step} steps (n={len(result.after.rows)}, same prompts and noises)"
-        )
+        steps = f"{result.step if result.measured is None else result.measured} steps"
+        table = Table(title=f"held-out, before and after {steps} (n={len(result.after.rows)}, same prompts and noises)")
         table.add_column("figure, by task", overflow="fold")
         for column in ("before", "after", "change", "95 % interval"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -67,6 +66,10 @@ def print_summary(result: Result) -> None:
     if result.stopped:
         console.print(f"stopped early: {result.stopped}", markup=False)
     paths = {"run": folder.path, "model": folder.path / "model"}
+    if result.best is not None:
+        apart = (folder.path / "best").is_dir()
+        console.print(f"best weights: {result.best}, in {'best' if apart else 'model'}/", markup=False)
+        paths |= {"best": folder.path / "best"} if apart else {}
     if folder.report.is_file():
         paths["report"] = Path(folder.report).resolve()
     for name, path in paths.items():  # a path may hold [brackets], and is copied from a narrow terminal in one piece

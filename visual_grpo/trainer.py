@@ -10,21 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visual_grpo.alarms import Alarms
+from visual_grpo.alarms import Alarm, Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
 from visual_grpo.checkpointer import Checkpointer, Progress
 from visual_grpo.config import RunConfig
 from visual_grpo.data import PromptRow, PromptSource, prompt_batch
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
-from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
+from visual_grpo.evaluation import Evaluation, reward_request
+from visual_grpo.held_out import EMA, HeldOut
 from visual_grpo.loss import LossInputs, fixed_weights, passes, settle_old, step_totals
 from visual_grpo.method import LoopState
 from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
@@ -34,13 +34,13 @@ from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.schedules import ema_decay, ema_is_due
 from visual_grpo.scoring import RewardSuite
+from visual_grpo.selection import Best, Selection
 from visual_grpo.selftest import require, self_test
 from visual_grpo.stack import MethodStack
 from visual_grpo.types import PromptBatch, RewardBatch, RewardStatus, RolloutBatch
 from visual_grpo.watchdog import Watchdog
 from visual_grpo.writer import RunWriter
 
-EMA = "ema"
 OLD = "old"
 
 
@@ -54,6 +54,10 @@ class Result:
     after: Evaluation | None
     stopped: str | None = None
     """why the run ended before its last step."""
+    best: Best | None = None
+    """the best evaluation, where `checkpoint.best` names its figure."""
+    measured: int | None = None
+    """the step whose weights `after` measures and `model/` holds."""
 
 
 class Trainer:
@@ -75,12 +79,12 @@ class Trainer:
     ) -> None:
         """Wire the parts; raises `UserError` on a batch geometry that does not divide."""
         self.config, self.policy, self.stack, self.suite = config, policy, stack, suite
-        self.ranks, self.writer, self.eval_prompts, self.eval_sampling = ranks, writer, eval_prompts, eval_sampling
+        self.ranks, self.writer = ranks, writer
         self.geometry = check_geometry(config.train, ranks.world, stack.needs)
         self.source = PromptSource(train_prompts, config.data, config.train.seed)
         self.optimizer = Optimizer(policy.trainable, config.train.optimizer, self.geometry.optimizer_steps)
         self.normalisers = Normalisers(config.rewards)
-        self.alarms = Alarms(config.alarms)
+        self.alarms, self.selection = Alarms(config.alarms), Selection(config)
         self.watchdog: Watchdog = writer.watchdog
         self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
         self.state.generate, self.state.score, self.state.draw = self._generate, self._shaped_score, self._draw
@@ -88,10 +92,14 @@ class Trainer:
         self.progress = Progress()
         self.checkpointer = Checkpointer(
             progress=self.progress, policy=policy, optimizer=self.optimizer, source=self.source, stack=stack,
-            normalisers=self.normalisers, alarms=self.alarms, ranks=ranks, writer=writer, keep=config.checkpoint.keep,
+            normalisers=self.normalisers, alarms=self.alarms, selection=self.selection, ranks=ranks, writer=writer,
+            keep=config.checkpoint.keep,
+        )  # fmt: skip
+        self.held_out = HeldOut(
+            config=config, policy=policy, suite=suite, prompts=eval_prompts, sampling=eval_sampling, ranks=ranks,
+            writer=writer, alarms=self.alarms, selection=self.selection,
         )  # fmt: skip
         self.tested = not config.self_test.enabled
-        self.first: Evaluation | None = None
         self.last: Evaluation | None = None  # found by `resume` where the run had ended
         if config.kl.beta > 0 or stack.needs.reference:
             policy.keep_reference()
@@ -118,28 +126,37 @@ class Trainer:
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start if there is none."""
-        self.first, self.last = self.checkpointer.resume()
+        self.held_out.first, self.last = self.checkpointer.resume()
+        self.held_out.recall(self.step, self.last)
 
     def _run(self) -> Result:
-        train = self.config.train
-        if self.step == 0 and self.first is None:
-            self.first = self.evaluate(self.config.eval.final_samples)
+        config = self.config
+        if self.step == 0 and self.held_out.first is None:
+            self.held_out.first = self.evaluate(config.eval.final_samples)
         stopped = None
-        while self.step < train.steps:
-            if train.max_minutes is not None and self.progress.trained_s >= 60 * train.max_minutes:
-                stopped = f"train.max_minutes ({train.max_minutes:g}) reached"
-                break
+        while self.step < config.train.steps and (stopped := self._reason()) is None:
             self.iteration()
-            if self.config.eval.every and self.step % self.config.eval.every == 0 and self.step < train.steps:
-                self.evaluate(self.config.eval.samples)
-            if self.step % self.config.checkpoint.every == 0:
+            if config.eval.every and self.step % config.eval.every == 0 and self.step < config.train.steps:
+                self.evaluate(config.eval.samples)
+            if self.step % config.checkpoint.every == 0:
                 self.save()
+        if config.eval.final == "best" and self.selection.step != self.step:  # the last weights may be the best ones
+            self.evaluate(config.eval.samples)
+            self.save()
         if self.step != self.progress.saved:
             self.save()
-        last = self.last or (self.evaluate(self.config.eval.final_samples) if self.step > 0 else self.first)
+        last = self.last or self.held_out.final(self.step)
         return Result(
-            folder=str(self.writer.folder.path), step=self.step, before=self.first, after=last, stopped=stopped
-        )
+            folder=str(self.writer.folder.path), step=self.step, before=self.held_out.first, after=last, stopped=stopped,
+            best=self.selection.best, measured=self.selection.measured(self.step),
+        )  # fmt: skip
+
+    def _reason(self) -> str | None:
+        """Why no further step is made; None: there is none."""
+        limit = self.config.train.max_minutes
+        if limit is not None and self.progress.trained_s >= 60 * limit:
+            return f"train.max_minutes ({limit:g}) reached"
+        return self.selection.reason
 
     def iteration(self) -> None:
         """One rollout batch and its updates."""
@@ -172,11 +189,10 @@ class Trainer:
         histograms = step_histograms(self.ranks, advantages, rewards.total(), stats)
         self.writer.step(self.step, metrics, histograms, samples=self.geometry.rows_per_step)
         self.checkpointer.mark()
-        for alarm in self.alarms.check(self.step, metrics):
+        alarms = self.alarms.check(self.step, metrics)
+        for alarm in alarms:
             self.writer.alarm(alarm)
-            if alarm.action == "stop":
-                self.save()
-                raise RunError(f"{alarm.message} (stopped; a checkpoint was written, go on with --resume)")
+        self._stop_at(alarms)
 
     # -- rollout and scores -----------------------------------------------------------------------------------------------------
 
@@ -310,14 +326,14 @@ class Trainer:
         self.tested = True
 
     def evaluate(self, samples: int) -> Evaluation:
-        """Score held-out samples under the averaged weights where there are any, and write them down."""
-        config = self.config.eval
-        with self.watchdog.phase("evaluate"):
-            averaged = self.policy.weights(EMA) if EMA in self.policy.sets else nullcontext()
-            with averaged:
-                found = evaluate_policy(
-                    self.policy, self.suite, self.eval_prompts, samples=samples, batch=config.batch,
-                    sampling=self.eval_sampling, seed=config.seed, ranks=self.ranks, keep_images=config.grid,
-                )  # fmt: skip
-        self.writer.evaluation(self.step, found)
+        """Score held-out samples at this step, see `HeldOut.evaluate`."""
+        found, alarms = self.held_out.evaluate(self.step, samples)
+        self.checkpointer.mark()
+        self._stop_at(alarms)
         return found
+
+    def _stop_at(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            if alarm.action == "stop":
+                self.save()
+                raise RunError(f"{alarm.message} (stopped; a checkpoint was written, go on with --resume)")

@@ -98,8 +98,8 @@ class RunWriter:
         marks = {"ok": "ok  ", "warn": "WARN", "failed": "FAIL"}
         self.message("\n".join(["self-test", *(f"  {marks[c.status]} {c.name}: {c.detail}" for c in checks)]))
 
-    def evaluation(self, step: int, found: Evaluation) -> None:
-        """Keep every sample's scores, the means and the first samples."""
+    def evaluation(self, step: int, found: Evaluation, marks: Mapping[str, Any]) -> None:
+        """Keep every sample's scores, the means and the first samples; `marks` join the record."""
         times = self.watchdog.pop_times()
         if not self.main:
             return
@@ -113,9 +113,12 @@ class RunWriter:
                 "by_tag": found.by_tag,
                 "n": len(found.rows),
                 "time": times,
+                **marks,
             }
         )
         self.message(held_out_line(step, found))
+        if "stop" in marks:
+            self.message(f"STOP step {step}: {marks['stop']}")
 
     def _samples(self, step: int, found: Evaluation) -> None:
         count = self.config.eval.grid
@@ -133,8 +136,12 @@ class RunWriter:
         elif rows and "text" in rows[0]:
             self.folder.write_text_samples(step, [r["prompt"] for r in rows], [r["text"] for r in rows], marks)
 
-    def rewind(self, step: int, size: int) -> tuple[Evaluation | None, Evaluation | None]:
+    def rewind(self, step: int, size: int, *, final: int | None) -> tuple[Evaluation | None, Evaluation | None]:
         """Forget what was written after the checkpoint of `step`, when metrics.jsonl had `size` bytes (main process).
+
+        Args:
+            step, size: of the checkpoint.
+            final: step whose weights the last evaluation measures, if no training step is left.
 
         Returns:
             The evaluations before the first step and after the last one, where they were made and still count.
@@ -142,8 +149,9 @@ class RunWriter:
         self.progress.resume(step)
         first = self._stored(0) if step > 0 else None
         wanted, finals = self.config.eval.final_samples, self.folder.read_metrics("eval")
-        if step >= self.config.train.steps and finals and (finals[-1]["step"], finals[-1]["n"]) == (step, wanted):
-            return first, self._stored(step)
+        last = finals[-1] if finals and finals[-1].get("final") else {}
+        if final is not None and (last.get("step"), last.get("n")) == (final, wanted):
+            return first, self._stored(final)
         self.folder.cut_metrics(size)
         return first, None
 

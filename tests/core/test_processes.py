@@ -81,6 +81,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl": {"beta": 0.05},
     },
     "sft": {"method": [{"sft": {"column": "answer"}}], "train": {"group_size": 1, "micro_batch": 1}},
+    "best weights, early stop": {
+        "checkpoint": {"best": "killed_run:digits/by_tag"},
+        "eval": {"every": 1, "final": "best", "samples": 5, "final_samples": 7},
+        "train": {"early_stop": {"metric": "exact_match", "patience": 2, "min_delta": 1.0}},
+    },
 }
 
 

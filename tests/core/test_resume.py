@@ -30,6 +30,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full weights": {},
     "lora": {"model": {"lora": {"rank": 2, "alpha": 4, "targets": ["head"], "dropout": 0.2}}},
     "averaged weights": {"train": {"updates_per_step": 2, "ema": {"decay": 0.5, "every": 1}}},
+    "best weights, early stop": {
+        "checkpoint": {"best": "killed_run:digits"},
+        "eval": {"final": "best"},
+        "train": {
+            "ema": {"decay": 0.5, "every": 1},
+            "early_stop": {"metric": "exact_match", "patience": 2, "min_delta": 1.0},
+        },
+    },
     "stateful method and reference": {"method": ["killed_run:Drifting"], "kl": {"beta": 0.05}},
 }
 

@@ -47,6 +47,7 @@ def command(
                         "run": str(run.folder),
                         "steps": run.last_step,
                         "settings": {key: run.settings.get(key) for key in settings},
+                        **({} if run.best is None else {"best_weights": run.best}),
                         **{name: run.extremes(name) for name in metrics},
                     }
                     for run in read
@@ -58,6 +59,9 @@ def command(
         return
     rows = [[str(run.folder), run.last_step, name, *run.extremes(name).values()] for name in metrics for run in read]
     print_table("Runs", ["run", "steps", "metric", "first", "last", "best"], rows)
+    kept = [[str(run.folder), *(run.best[key] for key in ("step", "metric", "value"))] for run in read if run.best]
+    if kept:
+        print_table("Best weights", ["run", "step", "metric", "value"], kept)
     if settings:  # a setting a line: there are often more of them than of runs
         changed = [[key, *(_short(run.settings.get(key, "-")) for run in read)] for key in settings]
         print_table("Settings that differ", ["setting", *(str(run.folder) for run in read)], changed)

@@ -28,6 +28,7 @@ class Run:
     folder: Path
     settings: dict[str, Any]  # dotted key -> value of config.yaml
     metrics: dict[str, dict[int, float]]  # name -> step -> value
+    best: dict[str, Any] | None = None  # step, metric and value of the best weights, where the run keeps them
 
     @property
     def last_step(self) -> int:
@@ -83,14 +84,17 @@ def read_run(folder: Path) -> Run:
 
     settings = dict(_flat(load_yaml(folder / "config.yaml"), "."))
     metrics: dict[str, dict[int, float]] = {}
+    best: dict[str, Any] | None = None
     for record in read_metrics(folder):
         step, figures = record.get("step"), record.get("metrics")
         if not isinstance(step, int) or not isinstance(figures, Mapping):
             continue
+        if isinstance(record.get("best"), Mapping):
+            best = {"step": step, **record["best"]}
         for name, value in figures.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 metrics.setdefault(f"{record.get('kind')}/{name}", {})[step] = float(value)
-    return Run(folder=folder, settings=settings, metrics=metrics)
+    return Run(folder=folder, settings=settings, metrics=metrics, best=best)
 
 
 def _flat(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.testbed.denoiser_build:build_sdxl_tiny",
         "StableDiffusionXLPipeline with a 2 to 3 M parameter UNet.",
     ),
+    "two_tower": (
+        "visual_grpo.testbed.two_tower_build:build",
+        "Small CLIP-like model of the scenes: a learned reward that can be exploited.",
+    ),
 }
 
 app = typer.Typer(help="Build the small models of the testbed.", no_args_is_help=True)
@@ -54,4 +58,5 @@ def build(
     assert callable(builder)
     folder = Path("build") / name if out is None else out
     builder(folder, seed=seed)
-    print(f"{name} written to {folder}; use it with model.path={folder}")
+    use = f"rewards.two_tower.params.path={folder}" if name == "two_tower" else f"model.path={folder}"
+    print(f"{name} written to {folder}; use it with {use}")

@@ -36,7 +36,7 @@ class Run:
     rows: dict[int, list[Row]]
     """step -> the samples of that evaluation."""
     grids: dict[int, Grid]
-    """the picture grids of the first and the last evaluation."""
+    """the picture grids of the first evaluation and of the weights in `model/`."""
     self_test: list[dict[str, Any]] | None
 
     @property
@@ -55,15 +55,33 @@ class Run:
         return int(self.config.get("train", {}).get("steps", self.steps))
 
     @property
+    def stopped(self) -> str | None:
+        """Why the run ended before its last step, where an evaluation ended it."""
+        return self.evals[-1].get("stop") if self.evals and self.evals[-1]["step"] == self.steps else None
+
+    @property
     def finished(self) -> bool:
         """Whether the last step is done and evaluated."""
-        return self.steps >= self.planned and bool(self.evals) and self.evals[-1]["step"] == self.steps
+        last = self.steps >= self.planned or self.stopped is not None
+        return last and bool(self.evals) and self.evals[-1]["step"] == self.steps
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Step, metric and value of the best weights, where `checkpoint.best` names their figure."""
+        return best_evaluation(self.evals)
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """Steps of the evaluations before and after training; None until there are two."""
-        steps = [e["step"] for e in self.evals]
-        return (steps[0], steps[-1]) if len(steps) > 1 and steps[-1] > steps[0] else None
+        """Steps of the evaluations before training and of the weights in `model/`; None until there are two."""
+        first, last = self.evals[0]["step"] if self.evals else 0, exported_step(self.config, self.evals)
+        return (first, last) if last is not None and last > first else None
+
+    @cached_property
+    def watched(self) -> list[str]:
+        """Scores that are not trained on: rewards with `eval_only`, and the diversity."""
+        rewards = self.config.get("rewards") or {}
+        only = [name for name, reward in rewards.items() if reward.get("eval_only")]
+        return [name for name in (*only, "diversity") if name in self.scores]
 
     @cached_property
     def weights(self) -> dict[str, float]:
@@ -148,6 +166,19 @@ class Run:
 TOTAL = "weighted total"
 
 
+def best_evaluation(evals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Step, metric and value of the newest evaluation that was the best so far."""
+    marked = [{"step": e["step"], **e["best"]} for e in evals if e.get("best")]
+    return marked[-1] if marked else None
+
+
+def exported_step(config: Mapping[str, Any], evals: Sequence[Mapping[str, Any]]) -> int | None:
+    """The step whose weights `model/` holds, or would hold now; None without an evaluation."""
+    best = best_evaluation(evals) if (config.get("eval") or {}).get("final") == "best" else None
+    newest = best or (evals[-1] if evals else None)
+    return None if newest is None else int(newest["step"])
+
+
 def load_run(folder: RunFolder) -> Run:
     """Read everything the report shows.
 
@@ -160,13 +191,14 @@ def load_run(folder: RunFolder) -> Run:
     train, evals = (_by_step(records, kind) for kind in ("train", "eval"))
     rows = {e["step"]: folder.read_eval(e["step"]) for e in evals}
     grids = {}
-    for step in {e["step"] for e in (evals[:1] + evals[-1:])}:
+    config = load_yaml(folder.config)
+    for step in {e["step"] for e in evals[:1]} | {exported_step(config, evals)} - {None}:
         path = folder.samples_path(step, ".png")
         if path.is_file():
             grids[step] = load_grid(path)
     return Run(
         path=folder.path,
-        config=load_yaml(folder.config),
+        config=config,
         config_text=folder.config.read_text(encoding="utf-8"),
         train=train,
         evals=evals,

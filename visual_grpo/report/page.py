@@ -36,7 +36,7 @@ def render(run: Run) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(run.name)} - visual_grpo</title><style>{CSS}</style></head><body><main>"
-        f"{_header(run)}<nav>{links}</nav>{_verdict(run)}{''.join(parts)}"
+        f"{_header(run)}<nav>{links}</nav>{_exploited(run)}{_verdict(run)}{''.join(parts)}"
         "<footer>Written by visual_grpo from config.yaml, metrics.jsonl, eval/ and samples/ of this run's folder.</footer>"
         "</main></body></html>\n"
     )
@@ -52,12 +52,29 @@ def _header(run: Run) -> str:
         ("method", " + ".join(methods) or "grpo"),
         ("rewards", ", ".join(config.get("rewards") or {})),
         ("steps", f"{run.steps} of {run.planned}" + ("" if run.finished else ", not finished")),
+        ("stopped", run.stopped or ""),
+        ("best weights", _best(run)),
         ("seed", str(config.get("train", {}).get("seed", 0))),
         ("time", format_seconds(spent) if spent else ""),
     ]
     items = "".join(f"<li><b>{key}</b>{escape(value)}</li>" for key, value in chips if value)
     summary = f'<p class="summary">{escape(config["summary"])}</p>' if config.get("summary") else ""
     return f'<header class="top"><h1>{escape(run.name)}</h1>{summary}<ul class="chips">{items}</ul></header>'
+
+
+def _best(run: Run) -> str:
+    """Step and figure of the best weights, where the run keeps them."""
+    best = run.best
+    return "" if best is None else f"step {best['step']}, {best['metric']} {_number(best['value'])}"
+
+
+def _exploited(run: Run) -> str:
+    """The last alarm of an exploited reward, above everything else."""
+    told = [alarm for alarm in run.alarms if alarm.get("name") == "hacking"]
+    if not told:
+        return ""
+    text = f"<strong>The reward was exploited</strong><p>{escape(str(told[-1].get('message', '')))}</p>"
+    return f'<section class="verdict worse"><div class="big">!</div><div>{text}</div></section>'
 
 
 def _verdict(run: Run) -> str:
@@ -161,7 +178,8 @@ def _curves(run: Run) -> str:
         text = " to ".join(str(n) for n in dict.fromkeys((sizes[0], sizes[-1]))) if sizes else ""
         note = (
             f'<p class="note">Held-out prompts and noises are fixed ({text} samples); '
-            "the dashed line is the score before training.</p>"
+            "the dashed line is the score before training"
+            f"{', the dotted one the step of the best weights' if run.best else ''}.</p>"
         )
     drawn = plots.reward_curves(run)
     return note + _grid("two", drawn) if drawn else ""

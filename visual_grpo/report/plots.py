@@ -118,18 +118,19 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def reward_curves(run: Run) -> list[str]:
-    """Training reward, and the held-out score with its intervals; those that the run has."""
+    """Training reward, then with their intervals the held-out score and what is watched; those that the run has."""
     plots = []
     steps, values = run.series("reward/total")
     if steps:
         plots.append(_svg(5, 3.2, lambda axis: _draw_reward(axis, *_thin(steps, values))))
-    points = []
-    for record in run.evals:
-        found = mean_interval(run.samples(record["step"], run.scores[0])) if run.scores else None
-        if found is not None:
-            points.append((float(record["step"]), *found))
-    if points:
-        plots.append(_svg(5, 3.2, lambda axis: _draw_held_out(axis, points, run.scores[0])))
+    for score in (*run.scores[:1], *run.watched):
+        points = []
+        for record in run.evals:
+            found = mean_interval(run.samples(record["step"], score))
+            if found is not None:
+                points.append((float(record["step"]), *found))
+        if points:
+            plots.append(_svg(5, 3.2, partial(_draw_held_out, points, score, run.best)))
     return plots
 
 
@@ -142,13 +143,17 @@ def _draw_reward(axis: Any, x: np.ndarray, y: np.ndarray) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_held_out(axis: Any, points: Sequence[tuple[float, float, float, float]], score: str) -> None:
+def _draw_held_out(
+    points: Sequence[tuple[float, float, float, float]], score: str, best: dict[str, Any] | None, axis: Any
+) -> None:
     x, mean, low, high = (np.array(column) for column in zip(*points, strict=True))
     axis.fill_between(x, low, high, color=HELD_OUT, alpha=0.15, linewidth=0)
     axis.errorbar(
         x, mean, [mean - low, high - mean], color=HELD_OUT, marker="o", markersize=5, elinewidth=1.2, capsize=2
     )
     axis.axhline(mean[0], color=BEFORE, linewidth=1.2, linestyle=(0, (4, 3)))
+    if best is not None:
+        axis.axvline(best["step"], color=AFTER, linewidth=1.2, linestyle=(0, (1, 2)))
     axis.set(title=f"held-out {score}, 95 % interval", xlabel="step")
     axis.xaxis.get_major_locator().set_params(integer=True)
 
