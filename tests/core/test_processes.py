@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "best weights, early stop": {
         "checkpoint": {"best": "killed_run:digits/by_tag"},
         "eval": {"every": 1, "final": "best", "samples": 5, "final_samples": 7},
-        "train": {"early_stop": {"metric": "exact_match", "patience": 2, "min_delta": 1.0}},
+        "train": {"early_stop": {"metric": "killed_run:digits", "patience": 2, "min_delta": 1.0}},
     },
 }
 

@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "eval": {"final": "best"},
         "train": {
             "ema": {"decay": 0.5, "every": 1},
-            "early_stop": {"metric": "exact_match", "patience": 2, "min_delta": 1.0},
+            "early_stop": {"metric": "killed_run:digits", "patience": 2, "min_delta": 1.0},
         },
     },
     "stateful method and reference": {"method": ["killed_run:Drifting"], "kl": {"beta": 0.05}},

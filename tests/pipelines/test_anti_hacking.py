@@ -127,12 +127,10 @@ def test_a_reward_that_rises_alone_is_told_with_causes_and_keys() -> None:
 
 
 def test_a_diversity_that_falls_is_told_too() -> None:
-    told = hacking_message(
-        config_of(rewards={"true": {"eval_only": False, "weight": 0}}), FIRST, rows([0.5] * 4, [1.0] * 4, 0.1)
-    )
-    assert (
-        "diversity/by_tag fell from 0.4000 to 0.1000:" in told
-    )  # all prompts were equally diverse: no spread to measure by
+    """All prompts were equally diverse, so there is no spread to measure by."""
+    config = config_of(rewards={"proxy": 2.0, "true": {"weight": 0.0}})
+    told = hacking_message(config, FIRST, rows([0.5] * 4, [1.0] * 4, 0.1))
+    assert "diversity/by_tag fell from 0.4000 to 0.1000:" in told
 
 
 @pytest.mark.parametrize(
