@@ -168,15 +168,16 @@ def agreement(
         has the larger cosine than a wrong one of the same prompt; `correct`: share of right pictures; mean cosine of both; and
         the mean cosine and the share of right pictures of `bold`, the same pictures with 1.5 times the contrast.
     """
-    from diffusers import StableDiffusion3Pipeline
-
+    from visual_grpo.adapters.sd3 import SD3Adapter
+    from visual_grpo.config import ModelConfig
     from visual_grpo.testbed.detector import SceneDetector
-    from visual_grpo.testbed.sd3_build import WEIGHTS_DIR as GENERATOR
-    from visual_grpo.testbed.sd3_build import is_correct, sample_images, score_prompts
+    from visual_grpo.testbed.scene_scores import is_correct, sample_images, score_prompts
 
     entries = [entry for entry in score_prompts(prompts) for _ in range(samples)]
     captions = [str(entry["prompt"]) for entry in entries]
-    images = sample_images(StableDiffusion3Pipeline.from_pretrained(GENERATOR), captions, seed=seed, steps=steps)
+    source = ModelConfig(adapter="sd3", path="testbed/sd3_tiny")
+    generator = SD3Adapter.load(source, device=torch.device("cpu"), sampling=SD3Adapter.Sampling())
+    images = sample_images(generator, captions, seed=seed, steps=steps)
     texts, detector = model.text_features(captions), SceneDetector()
 
     def judged(pictures: Tensor) -> tuple[Tensor, Tensor]:
