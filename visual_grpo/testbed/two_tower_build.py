@@ -1,6 +1,6 @@
 """Builds `two_tower`: contrastive training on drawn scenes with partly wrong captions, on a CPU in minutes.
 
-The data have the flaw of data from the web, on purpose: faint pictures often come with the caption of something else, bold ones do
+The data have the flaw of data from the web, on purpose: faint pictures often have the caption of something else, bold ones do
 not. A model that learns this trusts a bold picture more, whatever it shows, as preference models do that love saturated pictures.
 
 The log ends with what the model is worth: how often it finds the right caption of scenes whose captions it never saw, and how
