@@ -84,13 +84,13 @@ def given_answer(prompt: str, row: Mapping[str, Any], column: str, place: int) -
     """
     found = row.get(column)
     answers = found if isinstance(found, list) else [found]
-    if not answers or not all(isinstance(answer, str) and answer for answer in answers):
+    texts = [answer for answer in answers if isinstance(answer, str) and answer]
+    if not texts or len(texts) < len(answers):
         raise UserError(
             f"method.sft.column is {column!r}, and prompt {prompt[:80]!r} holds {found!r} there; it needs a text or a list of "
             f"texts. The prompt has the columns {', '.join(map(str, row)) or 'none'}"
         )
-    chosen: str = answers[place % len(answers)]
-    return chosen
+    return texts[place % len(texts)]
 
 
 def sft_text_tiny() -> RunConfig:

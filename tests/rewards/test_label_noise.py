@@ -64,6 +64,6 @@ def test_what_it_refuses() -> None:
             as_reward("label_noise", params={"flip": flip})
     with pytest.raises(UserError, match="reward 'jpeg_compressibility' reads more"):
         as_reward("label_noise", params={"reward": "jpeg_compressibility"})
-    request = RewardRequest.build(["a"], texts=["one"], metadata=[{"answer": "seven"}])
-    with pytest.raises(RewardError, match=r"flips verdicts of 0 or 1, and reward 'anls' gave 0\.\d+"):
-        as_reward("label_noise", params={"reward": "anls", "params": {"threshold": 0.0}})(request)
+    request = RewardRequest.build(["a"], texts=["sever"], metadata=[{"answer": "seven"}])
+    with pytest.raises(RewardError, match=r"flips verdicts of 0 or 1, and reward 'anls' gave 0\.8"):
+        as_reward("label_noise", params={"reward": "anls", "params": {"threshold": 1.0}})(request)
