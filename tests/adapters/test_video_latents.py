@@ -152,6 +152,7 @@ def gradient(adapter: TinyVideo, rows: RolloutBatch, advantages: Tensor, method:
     """Of the loss of all rows, to the network's first layer."""
     state = state_of(method=method)
     state.policy = SimpleNamespace(log_prob=adapter.log_prob, adapter=adapter)  # type: ignore[assignment]
+    state.sampling = adapter.sampling
     inputs = LossInputs(rollouts=rows, advantages=advantages, weights=torch.ones(rows.unit_mask.shape).double())
     weight = adapter.network.patch_embedding.weight
     total = torch.zeros_like(weight)

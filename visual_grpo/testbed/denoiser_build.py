@@ -67,9 +67,9 @@ def sd3_tiny() -> StableDiffusion3Pipeline:
     return StableDiffusion3Pipeline.from_pretrained(WEIGHTS_DIR / "sd3_tiny")
 
 
-def _unet_pipeline(build: Callable[..., Any], vae: AutoencoderKL | None) -> Any:
+def _unet_pipeline(make: Callable[..., Any], vae: AutoencoderKL | None) -> Any:
     shared = sd3_tiny()
-    return build(shared, unet_vae(shared.vae))
+    return make(shared, unet_vae(shared.vae))
 
 
 # A UNet predicts the noise: power 2 is its own error; 1 tells more of what happens at high noise.
@@ -80,7 +80,6 @@ MODELS: dict[str, TinyDenoiser] = {
         adapter=FluxAdapter,
         pipeline=lambda vae: build_flux(sd3_tiny(), vae),
         vae=build_flux_vae,
-        vae_steps=600,
         guidance=(1.0,),
         settings=Settings(steps=1500, words=False, caption_dropout=0.0),
     ),
