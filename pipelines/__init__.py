@@ -80,6 +80,10 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.mv_grpo:MvGrpo",
         "MV-GRPO (2603.12648): the same samples under further captions; behind flow_grpo",
     ),
+    "task_cycle": (
+        "visual_grpo.pipelines.flow.task_cycle:TaskCycle",
+        "Cycle over the tasks of data.sources, in any stack: one task a step",
+    ),
 }
 
 # A recipe is a function that returns a RunConfig, or a PipelineConfig of several stages.

@@ -66,6 +66,10 @@ class LoopState:
     policy: Policy
     ranks: Ranks
     sampling: SamplingConfig
+    tasks: tuple[str, ...] = ()
+    """names of `data.sources`; the row tag `task` counts in this order."""
+    prompt_tasks: Tensor | None = None
+    """[P] int64, the task of each training prompt; None where there is one prompt set."""
     step: int = 0
     """0-based iteration; draws of a hook are keyed by (config.train.seed, step, row), never by the process."""
     on_policy: bool = True

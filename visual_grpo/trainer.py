@@ -21,7 +21,7 @@ from visual_grpo.alarms import Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
 from visual_grpo.checkpointer import Checkpointer, Progress
 from visual_grpo.config import RunConfig
-from visual_grpo.data import PromptRow, PromptSource, prompt_batch
+from visual_grpo.data import PromptRow, PromptSource, prompt_batch, task_tag
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, evaluate_policy, reward_request
@@ -82,7 +82,10 @@ class Trainer:
         self.normalisers = Normalisers(config.rewards)
         self.alarms = Alarms(config.alarms)
         self.watchdog: Watchdog = writer.watchdog
-        self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
+        self.state = LoopState(
+            config=config, policy=policy, ranks=ranks, sampling=sampling, tasks=tuple(config.data.sources),
+            prompt_tasks=task_tag(train_prompts).get("task"),
+        )  # fmt: skip
         self.state.generate, self.state.score, self.state.draw = self._generate, self._shaped_score, self._draw
         self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
         self.progress = Progress()
