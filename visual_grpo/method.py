@@ -122,6 +122,13 @@ class Method(Generic[C]):
             UserError: what does not fit, and what to change.
         """
 
+    def setup(self, state: LoopState) -> None:
+        """Chained. Once, before the first step or the resumption: load further weights, which no checkpoint holds.
+
+        Raises:
+            UserError: they are not there, or do not fit.
+        """
+
     def units_per_row(self, sampling: SamplingConfig) -> int | None:
         """How many units a row will have, for the memory plan of a dry run; None = as the adapter samples."""
         return None

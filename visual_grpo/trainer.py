@@ -98,6 +98,8 @@ class Trainer:
         self.last: Evaluation | None = None  # found by `resume` where the run had ended
         if config.kl.beta > 0 or stack.needs.reference:
             policy.keep_reference()
+        for method in stack.methods.values():
+            method.setup(self.state)
 
     # -- the run ----------------------------------------------------------------------------------------------------------------
 

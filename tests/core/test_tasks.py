@@ -38,7 +38,10 @@ def two_tasks(folder: Path, **over: Any) -> dict[str, Any]:
             "shout": {"source": shouted, "heldout": str(folder / "shout_test.jsonl")},
         }
     }
-    rewards = {"exact_match": {"applies": {"task": "say"}}, "length": {"params": {"target": 1}, "applies": {"task": "shout"}}}
+    rewards = {
+        "exact_match": {"applies": {"task": "say"}},
+        "length": {"params": {"target": 1}, "applies": {"task": "shout"}},
+    }
     return config | {"data": data, "rewards": rewards} | over
 
 
@@ -46,7 +49,9 @@ def trainer(folder: Path, **over: Any) -> Any:
     """A trainer on both tasks."""
     config = two_tasks(folder, **over)
     empty = {"data": {"source": None}, "eval": {"source": None}}
-    return toy_trainer(folder, **{key: {**config[key], **empty.get(key, {})} if key in empty else config[key] for key in config})
+    return toy_trainer(
+        folder, **{key: {**config[key], **empty.get(key, {})} if key in empty else config[key] for key in config}
+    )
 
 
 def test_rows_carry_the_task_and_rewards_apply_to_theirs(tmp_path: Path) -> None:
@@ -145,7 +150,10 @@ def test_forms_of_sources(tmp_path: Path) -> None:
         ({"data.sources": {"a": {}}}, "a task needs its source"),
         ({"data.sources": {"a": {"source": "x", "sourse": "y"}}}, "Did you mean 'source'"),
         ({"eval.source": "x.jsonl"}, "set data.sources.TASK.heldout"),
-        ({"rewards.length.applies": {"task": "shuot"}}, "names task 'shuot', but data.sources has say, shout. Did you mean"),
+        (
+            {"rewards.length.applies": {"task": "shuot"}},
+            "names task 'shuot', but data.sources has say, shout. Did you mean",
+        ),
         ({"method": {"task_cycle": {"steps": {"shuot": 1}}}}, "method.task_cycle.steps names task 'shuot'"),
         ({"method": {"task_cycle": {"steps": {"say": 0}}}}, "greater than or equal to 1"),
     ],
