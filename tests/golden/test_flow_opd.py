@@ -115,9 +115,7 @@ def test_only_the_sampled_action_has_the_gradient_of_the_kl() -> None:
     kl = SIZE * gaussian_kl(student.mean, teacher.mean, student.std)
     (slope,) = torch.autograd.grad(kl.sum(), velocity, retain_graph=True)
     wanted = -slope.flatten()
-    torch.testing.assert_close(
-        wanted, torch.tensor([0.24797, -0.12399, 0.06199, 0.37196]).double(), rtol=0, atol=5e-6
-    )
+    torch.testing.assert_close(wanted, torch.tensor([0.24797, -0.12399, 0.06199, 0.37196]).double(), rtol=0, atol=5e-6)
     (shift,) = torch.autograd.grad(student.mean.sum(), velocity)  # the mean moves each dimension by itself
     draws, dt = 400_000, SIGMAS[2] - SIGMAS[3]
     noise = torch.randn(draws, 1, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
