@@ -55,8 +55,8 @@ class Ocr(Reward):
         """Choose engine and scoring; the defaults score as the reference does.
 
         Args:
-            engine: "rapidocr", "testbed" (reads its small pictures), "package.module:Name" or an object with `recognise`; loaded at
-                the first call.
+            engine: "rapidocr", "testbed" (reads its small pictures), "package.module:Name" or an object with `recognise`; loaded
+                at the first call.
             engine_params: arguments of the engine's constructor.
             target_key: metadata column with the target text; None: the prompt's first double-quoted text.
             typographic_quotes: accept curly quotes in prompts too.
