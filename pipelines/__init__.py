@@ -84,6 +84,18 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.mv_grpo:MvGrpo",
         "MV-GRPO (2603.12648): the same samples under further captions; behind flow_grpo",
     ),
+    "flow_opd": (
+        "visual_grpo.pipelines.flow.flow_opd:FlowOpd",
+        "Flow-OPD (2605.08063): distils one expert a task on the student's own noisy steps; behind flow_grpo",
+    ),
+    "flow_sft": (
+        "visual_grpo.pipelines.flow.flow_sft:FlowSft",
+        "Flow-matching loss on samples of teachers or pictures of the data set",
+    ),
+    "task_cycle": (
+        "visual_grpo.pipelines.flow.task_cycle:TaskCycle",
+        "Cycle over the tasks of data.sources, in any stack: one task a step",
+    ),
 }
 
 # A recipe is a function that returns a RunConfig, or a PipelineConfig of several stages.
@@ -341,5 +353,33 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "thinkless_1_5b": (
         "visual_grpo.pipelines.text.thinkless:thinkless_1_5b",
         "Thinkless from R1-Distill-Qwen-1.5B in two stages",
+    ),
+    "flow_opd_tiny": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:flow_opd_tiny",
+        "Pipeline: experts of scenes and words, their mean, one student distilled from both",
+    ),
+    "flow_opd_no_cold_start_tiny": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:flow_opd_no_cold_start_tiny",
+        "flow_opd_tiny with a student that starts from the base model",
+    ),
+    "flow_opd_no_mar_tiny": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:flow_opd_no_mar_tiny",
+        "flow_opd_tiny without the pull to the anchor",
+    ),
+    "flow_opd_sft_tiny": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:flow_opd_sft_tiny",
+        "flow_opd_tiny with a supervised cold start",
+    ),
+    "grpo_mix_tiny": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:grpo_mix_tiny",
+        "V-GRPO on the testbed's scenes and words at once, what Flow-OPD is compared with",
+    ),
+    "flow_opd_sd35_medium": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:flow_opd_sd35_medium",
+        "Pipeline: Flow-OPD on SD3.5-medium, GenEval and OCR",
+    ),
+    "flow_opd_sft_sd35_medium": (
+        "visual_grpo.pipelines.flow.flow_opd_recipes:flow_opd_sft_sd35_medium",
+        "flow_opd_sd35_medium with a supervised cold start",
     ),
 }

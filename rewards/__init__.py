@@ -229,4 +229,9 @@ TABLE: dict[str, tuple[str, str, Facts]] = {
         "Probability that the image shows the prompt, by a VLM.",
         {"range": "0 to 1", **_QWEN},
     ),
+    "word_likeness": (
+        "visual_grpo.rewards.word_likeness:WordLikeness",
+        "Partial credit for the testbed's words: correlation with the word as it is drawn.",
+        _free("0 to 1"),
+    ),
 }

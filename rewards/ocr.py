@@ -55,7 +55,8 @@ class Ocr(Reward):
         """Choose engine and scoring; the defaults score as the reference does.
 
         Args:
-            engine: "rapidocr", "package.module:Name" or an object with `recognise`; loaded at the first call.
+            engine: "rapidocr", "testbed" (reads its small pictures), "package.module:Name" or an object with `recognise`; loaded
+                at the first call.
             engine_params: arguments of the engine's constructor.
             target_key: metadata column with the target text; None: the prompt's first double-quoted text.
             typographic_quotes: accept curly quotes in prompts too.
@@ -135,6 +136,8 @@ class Ocr(Reward):
 def _load_engine(given: Any, params: dict[str, Any]) -> OcrEngine:
     if given == "rapidocr":
         given = RapidOcrEngine
+    elif given == "testbed":
+        given = load_object("visual_grpo.testbed.word_reader:WordReader", "OCR engine")
     elif isinstance(given, str):
         given = load_object(given, "OCR engine")
     if isinstance(given, type):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from visual_grpo.config import RunConfig, merge, resolve, to_yaml, validate
 from visual_grpo.config_stages import PipelineConfig
 from visual_grpo.config_text import dotted, key_parts, load_yaml, parse_overrides
-from visual_grpo.errors import UnknownNameError, UserError
+from visual_grpo.errors import UnknownNameError, UserError, did_you_mean
 from visual_grpo.option_types import check_types
 
 if TYPE_CHECKING:
@@ -193,6 +193,14 @@ def check_rewards(config: RunConfig, stack: MethodStack) -> None:
         raise UserError(
             "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
         )
+    for name, reward in config.rewards.items() if config.data.sources else ():
+        wanted = (reward.applies or {}).get("task", [])
+        for task in wanted if isinstance(wanted, list) else [wanted]:
+            if task not in config.data.sources:
+                raise UserError(
+                    f"rewards.{name}.applies names task {task!r}, but data.sources has "
+                    f"{', '.join(config.data.sources)}.{did_you_mean(str(task), config.data.sources)}"
+                )
     check_combination(config, stack.provider("advantages"))
 
 

@@ -74,7 +74,7 @@ def read_prompts(plan: Plan) -> tuple[list[PromptRow], list[PromptRow]]:
     if len(train_prompts) < config.train.prompts_per_step:
         raise UserError(
             f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {len(train_prompts)} prompts of "
-            f"{config.data.source!r}; use {len(train_prompts)} or fewer"
+            f"{', '.join(repr(part.source) for _, part in config.data.sets())}; use {len(train_prompts)} or fewer"
         )
     check_disjoint(train_prompts, eval_prompts, config)
     return train_prompts, eval_prompts
@@ -95,10 +95,24 @@ def build_suite(plan: Plan, device: torch.device) -> RewardSuite:
 
 
 def eval_data(plan: Plan) -> DataConfig:
-    """Where held-out prompts come from: `eval.source`, or the held-out split of `data.source`."""
+    """Where held-out prompts come from: `eval.source`, or the held-out split of `data.source`; of tasks the same, each.
+
+    Raises:
+        UserError: `eval.source` with several tasks, which have their held-out prompts each.
+    """
     data, evaluation = plan.config.data, plan.config.eval
-    changed = {"source": evaluation.source or data.source, "split": evaluation.split, "limit": None}
-    return DataConfig(**{**data.model_dump(), **changed})
+    changed: dict[str, Any] = {"split": evaluation.split, "limit": None}
+    if not data.sources:
+        return DataConfig(**{**data.model_dump(), **changed, "source": evaluation.source or data.source})
+    if evaluation.source is not None:
+        raise UserError(
+            f"eval.source is {evaluation.source!r}, but data.sources has several tasks: set data.sources.TASK.heldout"
+        )
+    tasks = {
+        name: {**part.model_dump(), **changed, "source": part.heldout or part.source}
+        for name, part in data.sources.items()
+    }
+    return DataConfig(**{**data.model_dump(), "sources": tasks})
 
 
 def check_disjoint(train_prompts: Any, eval_prompts: Any, config: Any) -> None:
@@ -109,10 +123,11 @@ def check_disjoint(train_prompts: Any, eval_prompts: Any, config: Any) -> None:
     """
     shared = {r.prompt for r in train_prompts} & {r.prompt for r in eval_prompts}
     if shared:
+        now = f"eval.source (now {config.eval.source or config.data.source!r}, split {config.eval.split!r})"
+        where = "data.sources.TASK.heldout" if config.data.sources else now
         raise UserError(
             f"{len(shared)} held-out prompts are also training prompts, for example {min(shared)!r}: a held-out score would "
-            f"mean nothing. Set eval.source (now {config.eval.source or config.data.source!r}, split {config.eval.split!r}) "
-            "to prompts that data.source does not hold"
+            f"mean nothing. Set {where} to prompts that the training prompts do not hold"
         )
 
 

@@ -59,11 +59,11 @@ class ModelConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    """Where the training prompts come from."""
+class PromptSet(Section):
+    """One prompt set and how its records are read."""
 
-    source: str = Field(
-        description="testbed/NAME, reasoning_gym/NAME, a .txt, .jsonl or .parquet file, or a hub data set id"
+    source: str | None = Field(
+        None, description="testbed/NAME, reasoning_gym/NAME, a .txt, .jsonl or .parquet file, or a hub data set id"
     )
     split: str = "train"
     prompt_column: str = "prompt"
@@ -71,8 +71,50 @@ class DataConfig(Section):
     system_prompt: str | None = None
     limit: Positive | None = None
     options: dict[str, Any] = Field(default_factory=dict, description="of a reasoning_gym data set: max_terms: 3")
+
+
+class TaskSource(PromptSet):
+    """One of several prompt sets."""
+
+    heldout: str | None = Field(None, description="held-out prompts, as source; null = split eval.split of source")
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> TaskSource:
+        if self.source is None:
+            raise ValueError("a task needs its source, such as testbed/scenes or a file")
+        return self
+
+
+def _task_sources(value: Any) -> Any:
+    """`{task: source}` as `{task: {source: source}}`."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: {"source": item} if isinstance(item, str) else item for name, item in value.items()}
+
+
+class DataConfig(PromptSet):
+    """Where the training prompts come from: one set, or several as tasks."""
+
+    sources: Annotated[dict[str, TaskSource], BeforeValidator(_task_sources)] = Field(
+        default_factory=dict,
+        description="{task: source or settings of the set}, in place of source; rows carry the task's name as "
+        "metadata['task'] and its place here as the tag `task`",
+    )
     shuffle: bool = True
-    balance: str | None = Field(None, description="metadata key whose values take turns, for example tag")
+    balance: str | None = Field(None, description="metadata key whose values take turns, for example tag or task")
+
+    @model_validator(mode="after")
+    def _one_kind_of_source(self) -> DataConfig:
+        if (self.source is None) == (not self.sources):
+            raise ValueError(
+                "give source (testbed/NAME, a file or a data set id), or for several tasks sources: {TASK: SOURCE, ...}"
+                + ("" if self.source is None else ", and not both: set data.source=null or data.sources={}")
+            )
+        return self
+
+    def sets(self) -> list[tuple[str | None, PromptSet]]:
+        """(task, prompt set) in order; a single set has no task."""
+        return [*self.sources.items()] if self.sources else [(None, self)]
 
 
 class AdvantageConfig(Section):

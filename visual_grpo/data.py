@@ -7,14 +7,14 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visual_grpo.config import DataConfig
+from visual_grpo.config import DataConfig, PromptSet
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.puzzles import puzzles
@@ -39,15 +39,30 @@ class PromptRow:
 
     prompt: str
     metadata: dict[str, Any]
+    task: int | None = None
+    """place of its set in `data.sources`; None where there is one set."""
 
 
 def load_prompts(config: DataConfig) -> list[PromptRow]:
     """Read a prompt set: `testbed/NAME`, `reasoning_gym/NAME`, a .txt (a prompt a line), .jsonl or .parquet file, or a hub id.
 
+    Of `sources` all sets one after the other; their rows carry the task.
+
     Raises:
         UserError: missing, empty or malformed, with the line and what to change.
     """
+    rows: list[PromptRow] = []
+    for number, (task, part) in enumerate(config.sets()):
+        found = _load_set(part)
+        if task is not None:
+            found = [replace(row, task=number, metadata={**row.metadata, "task": task}) for row in found]
+        rows += found
+    return rows
+
+
+def _load_set(config: PromptSet) -> list[PromptRow]:
     source = config.source
+    assert source is not None
     if source.startswith("testbed/"):
         records = _testbed(source.removeprefix("testbed/"), config.split)
     elif source.startswith("reasoning_gym/"):
@@ -175,7 +190,7 @@ def _hub(source: str, split: str) -> list[dict[str, Any]]:
         ) from None
 
 
-def _row(record: dict[str, Any], number: int, config: DataConfig) -> PromptRow:
+def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
     prompt = record.get(config.prompt_column)
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(
@@ -222,22 +237,38 @@ class PromptSource:
         self._turns = in_turns(self.rows, config.balance)
 
     def draw(self, count: int, weights: Tensor | None = None) -> list[int]:
-        """Indices of the next `count` prompts; `weights` [P] of unequal values draw without replacement, 0 = never.
+        """Indices of the next `count` prompts.
+
+        `weights` [P] of unequal values draw without replacement, 0 = never. Where all that are not 0 are equal, the epochs and
+        turns go on over these prompts.
 
         Raises:
             UserError: fewer than `count` prompts have a weight above 0.
         """
         if weights is not None and not bool((weights == weights[0]).all()):
-            possible = int((weights > 0).sum())
+            allowed = weights > 0
+            possible = int(allowed.sum())
             if possible < count:
                 raise UserError(
                     f"only {possible} prompts are left by select_prompts, but train.prompts_per_step needs {count}"
                 )
+            if bool((weights[allowed] == weights[allowed][0]).all()):
+                return self._filtered(count, allowed)
             generator = seeded_generator(self.seed, 17, self.cursor)
             chosen = torch.multinomial(weights.double(), count, generator=generator).tolist()
         else:
             chosen = [self._at(self.cursor + i) for i in range(count)]
         self.cursor += count
+        return chosen
+
+    def _filtered(self, count: int, allowed: Tensor) -> list[int]:
+        """The next `count` distinct prompts that are allowed; those passed over have had their turn."""
+        chosen: list[int] = []
+        while len(chosen) < count:
+            found = self._at(self.cursor)
+            self.cursor += 1
+            if bool(allowed[found]) and found not in chosen:
+                chosen.append(found)
         return chosen
 
     def _at(self, position: int) -> int:
@@ -254,44 +285,64 @@ def prompt_batch(
 ) -> PromptBatch:
     """`group_size` rows of every prompt, side by side; groups are numbered from `first_group`.
 
-    `index`, the prompts' places in their set, becomes the row tag `index`.
+    `index`, the prompts' places in their set, becomes the row tag `index`; tasks become the row tag `task`.
     """
     count = len(rows)
+    tags = {} if index is None else {"index": torch.tensor(index, dtype=torch.int64).repeat_interleave(group_size)}
     groups = torch.arange(first_group, first_group + count).repeat_interleave(group_size)
     return PromptBatch(
         prompts=[r.prompt for r in rows for _ in range(group_size)],
         metadata=[r.metadata for r in rows for _ in range(group_size)],
         group_ids=groups,
         row_ids=torch.arange(first_group * group_size, (first_group + count) * group_size),
-        tags={} if index is None else {"index": torch.tensor(index, dtype=torch.int64).repeat_interleave(group_size)},
+        tags=tags | {k: v.repeat_interleave(group_size) for k, v in task_tag(rows).items()},
     )
+
+
+def task_tag(rows: Sequence[PromptRow]) -> dict[str, Tensor]:
+    """`task` [len(rows)] int64, where the rows have tasks."""
+    tasks = [row.task for row in rows if row.task is not None]
+    return {"task": torch.tensor(tasks, dtype=torch.int64)} if tasks else {}
 
 
 def evaluation_batch(rows: Sequence[PromptRow], samples: int, group_size: int = 1) -> PromptBatch:
-    """`samples` rows over the prompts, kinds (`tag`) in turn; the first rows are the same whatever `samples` is.
+    """`samples` rows over the prompts: tasks in turn, in each the kinds (`tag`) in turn.
 
-    Row i has `row_ids[i] == i`, so its noise is fixed; `tags["sample"]` counts repeats of a prompt, of which `group_size` stand
-    side by side.
+    The first rows are the same whatever `samples` is. Row i has `row_ids[i] == i`, so its noise is fixed; `tags["sample"]` counts
+    repeats of a prompt, of which `group_size` stand side by side.
     """
-    has_tags = all("tag" in r.metadata for r in rows)
-    turns = in_turns(rows, "tag" if has_tags else None)
-    shuffled = [
-        [t[i] for i in torch.randperm(len(t), generator=seeded_generator(99, k)).tolist()] for k, t in enumerate(turns)
-    ]
+    tasks: dict[int | None, list[int]] = {}
+    for i, row in enumerate(rows):
+        tasks.setdefault(row.task, []).append(i)
+    turns = [_kinds(rows, members) for members in tasks.values()]
     chosen, repeats = [], []
     for i in range(samples):
         group, sibling = divmod(i, group_size)
-        turn = shuffled[group % len(shuffled)]
-        repeat, place = divmod(group // len(shuffled), len(turn))
-        chosen.append(turn[place])
+        kinds = turns[group % len(turns)]
+        place, number = divmod(group // len(turns), len(kinds))
+        repeat, place = divmod(place, len(kinds[number]))
+        chosen.append(kinds[number][place])
         repeats.append(repeat * group_size + sibling)
+    picked = [rows[i] for i in chosen]
     return PromptBatch(
-        prompts=[rows[i].prompt for i in chosen],
-        metadata=[rows[i].metadata for i in chosen],
+        prompts=[row.prompt for row in picked],
+        metadata=[row.metadata for row in picked],
         group_ids=torch.arange(samples),
         row_ids=torch.arange(samples),
-        tags={"sample": torch.tensor(repeats, dtype=torch.int64), "index": torch.tensor(chosen, dtype=torch.int64)},
+        tags={
+            "sample": torch.tensor(repeats, dtype=torch.int64),
+            "index": torch.tensor(chosen, dtype=torch.int64),
+            **task_tag(picked),
+        },
     )
+
+
+def _kinds(rows: Sequence[PromptRow], members: list[int]) -> list[list[int]]:
+    """Row indices of one task by their `tag`, each kind in a seeded order."""
+    has_tags = all("tag" in rows[i].metadata for i in members)
+    turns = in_turns([rows[i] for i in members], "tag" if has_tags else None)
+    orders = [torch.randperm(len(t), generator=seeded_generator(99, k)).tolist() for k, t in enumerate(turns)]
+    return [[members[turn[i]] for i in order] for turn, order in zip(turns, orders, strict=True)]
 
 
 def share_of(ranks: Ranks, batch: PromptBatch) -> PromptBatch:

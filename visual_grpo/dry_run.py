@@ -58,7 +58,7 @@ def print_dry_run(plan: Plan) -> None:
     from rich.text import Text
 
     config = plan.config
-    absent = missing_prompts([config.data.source, eval_data(plan).source])
+    absent = missing_prompts([part.source or "" for data in (config.data, eval_data(plan)) for _, part in data.sets()])
     if not absent:
         read_prompts(plan)
     build_suite(plan, torch.device("cpu")).close()

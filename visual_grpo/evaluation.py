@@ -32,8 +32,9 @@ class Evaluation:
     rows: list[dict[str, Any]]
     """one a sample: index, sample, prompt, tag, values, details, text."""
     metrics: dict[str, float]
-    """means: `NAME`, `NAME/detail`, `diversity` where prompts have several pictures, and `NAME/by_tag` (unweighted mean of the
-    tags) where the prompts have tags."""
+    """means: `NAME`, `NAME/detail`, `diversity` where prompts have several pictures; `NAME/by_tag` (unweighted mean of the tags)
+    where the prompts have tags; `NAME/task/TASK` (of the samples of a task, by tag where they have tags) where there are several
+    tasks."""
     by_tag: dict[str, dict[str, float]]
     images: Tensor | None = None
     """[g, 3, H, W], the first samples, for the grid."""
@@ -125,6 +126,8 @@ def _row(rollouts: RolloutBatch, scores: RewardBatch, i: int) -> dict[str, Any]:
         "values": {n: float(scores.values[i, k]) if ok[k] else None for k, n in enumerate(scores.names)},
         "details": {k: _number(v[i]) for k, v in scores.details.items()},
     }
+    if "task" in prompts.tags:
+        row["task"] = str(prompts.metadata[i]["task"])
     if rollouts.texts is not None:
         row["text"] = rollouts.texts[i]
     return row
@@ -153,10 +156,21 @@ def summarise(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[st
             metrics[f"{name}/by_tag"] = math.fsum(means) / len(means)
     else:
         by_tag = {}
+    tasks = dict.fromkeys(r["task"] for r in rows if "task" in r)
+    for task in tasks if len(tasks) > 1 else ():
+        own, _ = summarise([r for r in rows if r["task"] == task])
+        metrics |= {
+            f"{name.removesuffix('/by_tag')}/task/{task}": value
+            for name, value in own.items()
+            if f"{name}/by_tag" not in own
+        }
     return metrics, by_tag
 
 
 def main_figures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The figures to show first: means of tasks where prompts have tags, else means of samples without their parts."""
+    """The figures to show first: of each task apart where there are several, else means of tags where prompts have tags, else
+    means of samples without their parts.
+    """
+    tasks = {k: v for k, v in metrics.items() if "/task/" in k}
     tagged = {k.removesuffix("/by_tag"): v for k, v in metrics.items() if k.endswith("/by_tag")}
-    return tagged or {k: v for k, v in metrics.items() if "/" not in k}
+    return tasks or tagged or {k: v for k, v in metrics.items() if "/" not in k}

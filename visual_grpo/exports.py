@@ -147,8 +147,8 @@ def merge_exports(sources: Mapping[str, float], target: Path, folders: Mapping[s
         if different:
             listing = ", ".join(map(repr, different[:4])) + (", ..." if len(different) > 4 else "")
             raise UserError(
-                f"cannot merge {first!r} and {name!r}: {len(different)} tensors are in one of them only ({listing}); merge exports "
-                "of the same model and the same LoRA layers"
+                f"cannot merge {first!r} and {name!r}: {len(different)} tensors are in one of them only ({listing}); merge "
+                "exports of the same model and the same LoRA layers"
             )
         if files[name] != files[first]:
             raise UserError(f"cannot merge {first!r} and {name!r}: their tensors lie in different files")

@@ -70,6 +70,10 @@ class LoopState:
     policy: Policy
     ranks: Ranks
     sampling: SamplingConfig
+    tasks: tuple[str, ...] = ()
+    """names of `data.sources`; the row tag `task` counts in this order."""
+    prompt_tasks: Tensor | None = None
+    """[P] int64, the task of each training prompt; None where there is one prompt set."""
     step: int = 0
     """0-based iteration; draws of a hook are keyed by (config.train.seed, step, row), never by the process."""
     on_policy: bool = True
@@ -120,6 +124,13 @@ class Method(Generic[C]):
 
         Raises:
             UserError: what does not fit, and what to change.
+        """
+
+    def setup(self, state: LoopState) -> None:
+        """Chained. Once, before the first step or the resumption: load further weights, which no checkpoint holds.
+
+        Raises:
+            UserError: they are not there, or do not fit.
         """
 
     def units_per_row(self, sampling: SamplingConfig) -> int | None:

@@ -124,6 +124,7 @@ class Policy:
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
         self.sets: dict[str, dict[str, Tensor]] = {}
+        self._fixed: dict[str, dict[str, Tensor]] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -184,6 +185,10 @@ class Policy:
         for key, parameter in self.trainable.items():
             stored[key].copy_(parameter.detach())
 
+    def keep(self, name: str, values: dict[str, Tensor]) -> None:
+        """Make `values`, one for each trained parameter, the set `name`: given from outside, never changed, in no checkpoint."""
+        self._fixed[name] = {key: values[key].detach() for key in self.trainable}
+
     @torch.no_grad()
     def average_into(self, name: str, decay: float) -> None:
         """`set = decay * set + (1 - decay) * present`; a set that does not exist starts as the present weights."""
@@ -229,9 +234,10 @@ class Policy:
         Raises:
             KeyError: no such set.
         """
-        if name not in self.sets:
-            raise KeyError(f"no set of weights named {name!r}; there are {sorted(self.sets)}")
-        stored = self.sets[name]
+        everything = self._fixed | self.sets
+        if name not in everything:
+            raise KeyError(f"no set of weights named {name!r}; there are {sorted(everything)}")
+        stored = everything[name]
         present = {k: p.data for k, p in self.trainable.items()}
         for key, parameter in self.trainable.items():
             parameter.data = stored[key]

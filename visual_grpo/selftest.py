@@ -113,6 +113,8 @@ def _rewards_apply(rewards: RewardBatch, state: LoopState) -> Check:
     clean = rewards if rewards.clean is None else rewards.clean
     status = state.ranks.gather(clean.status)
     idle = [name for k, name in enumerate(clean.names) if bool((status[:, k] == RewardStatus.NOT_APPLICABLE).all())]
+    # A reward of another task than those of this step has its turn later.
+    idle = [name for name in idle if len(idle) == len(clean.names) or not _of_a_task(state, name)]
     name = "every reward applies to some row"
     if not idle:
         return Check(name=name, status="ok", detail=", ".join(clean.names))
@@ -122,6 +124,12 @@ def _rewards_apply(rewards: RewardBatch, state: LoopState) -> Check:
         detail=f"{' and '.join(map(repr, idle))} gave None for each of the {len(status)} rows: the prompts lack what it reads, "
         "such as an answer. Set data.answer_column, or take other prompts or another reward",
     )
+
+
+def _of_a_task(state: LoopState, reward: str) -> bool:
+    """Whether the config gives a reward to some of the tasks only."""
+    own = state.config.rewards.get(reward)
+    return bool(state.tasks) and own is not None and "task" in (own.applies or {})
 
 
 def _unequal_rewards(rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Check:

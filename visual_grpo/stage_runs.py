@@ -236,10 +236,12 @@ def print_pipeline(result: PipelineResult) -> None:
     table.add_column("held-out", overflow="fold")
     for record in result.summary:
         before, after = record.get("before") or {}, record.get("after") or {}
-        figures = [
-            f"{name} {before[name]:.3f} -> {value:.3f}" if name in before else f"{name} {value:.3f}"
-            for name, value in after.items()
-        ]
+        figures = []
+        for name, value in after.items():
+            reward, _, task = name.partition("/task/")
+            if "/" not in reward:  # the parts of a reward stand in summary.json and in the stage's report
+                start = f"{before[name]:.3f} -> " if name in before else ""
+                figures.append(f"{reward}{f' ({task})' if task else ''} {start}{value:.3f}")
         table.add_row(
             Text(f"{record['stage']} ({record['does']})"),
             str(record.get("steps", "")),

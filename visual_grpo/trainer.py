@@ -20,7 +20,7 @@ from visual_grpo.alarms import Alarm, Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
 from visual_grpo.checkpointer import Checkpointer, Progress
 from visual_grpo.config import RunConfig
-from visual_grpo.data import PromptRow, PromptSource, prompt_batch
+from visual_grpo.data import PromptRow, PromptSource, prompt_batch, task_tag
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, reward_request
@@ -86,7 +86,10 @@ class Trainer:
         self.normalisers = Normalisers(config.rewards)
         self.alarms, self.selection = Alarms(config.alarms), Selection(config)
         self.watchdog: Watchdog = writer.watchdog
-        self.state = LoopState(config=config, policy=policy, ranks=ranks, sampling=sampling)
+        self.state = LoopState(
+            config=config, policy=policy, ranks=ranks, sampling=sampling, tasks=tuple(config.data.sources),
+            prompt_tasks=task_tag(train_prompts).get("task"),
+        )  # fmt: skip
         self.state.generate, self.state.score, self.state.draw = self._generate, self._shaped_score, self._draw
         self._drawn = 0  # prompts drawn in this step, over all processes: numbers its groups and rows
         self.progress = Progress()
@@ -103,6 +106,8 @@ class Trainer:
         self.last: Evaluation | None = None  # found by `resume` where the run had ended
         if config.kl.beta > 0 or stack.needs.reference:
             policy.keep_reference()
+        for method in stack.methods.values():
+            method.setup(self.state)
 
     # -- the run ----------------------------------------------------------------------------------------------------------------
 

@@ -169,6 +169,20 @@ def test_two_processes_compute_what_one_computes(variant: str, tmp_path: Path) -
     assert_close_runs(tmp_path / "two", tmp_path / "one")
 
 
+def test_two_processes_run_a_pipeline(tmp_path: Path) -> None:
+    """They share one process group over the stages; a kill in the second stage resumes there."""
+    run = {k: v for k, v in toy_config(tmp_path, **BASE).items() if k != "name"}
+    later = {**run, "model": {**run["model"], "path": "stage://mean"}}
+    config = {"name": "pipe", "stages": {"first": run, "mean": {"merge": ["first"]}, "second": later}}
+    assert finish(config, tmp_path / "one") == 0, output(tmp_path / "one")
+    two = tmp_path / "two"
+    codes = pair(config, two, kill_in=str(two / "second/checkpoints/.step-000004"), kill_at=3)
+    assert codes == [KILLED, 1]
+    assert pair(config, two) == [0, 0], (tmp_path / "two-0.log").read_text() + (tmp_path / "two-1.log").read_text()
+    for name in ("first", "second"):
+        assert_close_runs(two / name, tmp_path / "one" / name)
+
+
 def test_two_processes_resume(tmp_path: Path) -> None:
     """Both killed in the second checkpoint; and once more with one process in place of two."""
     config = toy_config(tmp_path, **BASE)

@@ -275,20 +275,6 @@ def test_the_merge_of_one_export_is_that_export_and_weights_are_normalised(tmp_p
     assert two["half"].dtype == torch.bfloat16
 
 
-def test_the_cards_example_of_averaged_factors(tmp_path: Path) -> None:
-    """Flow-OPD, section 8: the product of the averaged factors is not the average of the products."""
-    pairs = {"a": ([[1.0, 2.0]], [[1.0], [0.0]]), "b": ([[0.0, 2.0]], [[3.0], [1.0]])}
-    for name, (a, b) in pairs.items():
-        (tmp_path / name).mkdir()
-        factors = {"lora_A": torch.tensor(a, dtype=torch.float64), "lora_B": torch.tensor(b, dtype=torch.float64)}
-        save_file(factors, tmp_path / name / "adapter_model.safetensors")
-    merge_exports({"a": 1, "b": 1}, tmp_path / "out", {name: tmp_path / name for name in pairs})
-    mean = load_file(tmp_path / "out/adapter_model.safetensors")
-    assert torch.equal(mean["lora_B"] @ mean["lora_A"], torch.tensor([[1.0, 4.0], [0.25, 1.0]], dtype=torch.float64))
-    products = sum(torch.tensor(b) @ torch.tensor(a) for a, b in pairs.values()) / 2
-    assert torch.equal(products, torch.tensor([[0.5, 4.0], [0.0, 1.0]]))
-
-
 # -- forms, overrides, commands -----------------------------------------------------------------------------------------------
 
 

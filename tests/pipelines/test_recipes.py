@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import visual_grpo as vg
-from visual_grpo.api import any_plan, plan, read_recipe
-from visual_grpo.config import to_yaml
+from visual_grpo.api import Plan, any_plan, plan, read_recipe
+from visual_grpo.config import RunConfig, to_yaml
 from visual_grpo.dry_run import print_any_dry_run, print_dry_run
 from visual_grpo.errors import UserError
 
@@ -20,18 +20,29 @@ RECIPES = [name for name in vg.list_recipes() if name not in PIPELINES]
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_is_its_own_yaml(name: str, tmp_path: Path) -> None:
     """What `recipe show` prints is a config file of the same run."""
-    made = plan(name)
+    made = any_plan(name)
     assert made.config.name == name
     assert made.config.summary
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(made.config))
-    assert plan(path).config == made.config
-    assert yaml.safe_load(path.read_text())["model"]["adapter"] == made.config.model.adapter
+    assert any_plan(path).config == made.config
+    shown = yaml.safe_load(path.read_text())
+    stages = shown["stages"].values() if "stages" in shown else [shown]
+    written = [stage["model"]["adapter"] for stage in stages if "model" in stage]
+    assert written == [run.model.adapter for run in runs(name)]
+
+
+def runs(name: str) -> list[RunConfig]:
+    """The config of a recipe, or those of a pipeline's training stages."""
+    made = any_plan(name)
+    if isinstance(made, Plan):
+        return [made.config]
+    return [stage.plan.config for stage in made.stages if stage.plan is not None]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_dry_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    print_dry_run(plan(name))
+    print_any_dry_run(any_plan(name))
     shown = capsys.readouterr().out
     assert "parameters" in shown
     assert "memory of one process" in shown
@@ -59,7 +70,7 @@ def test_the_real_sd35_medium(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("method", vg.list_methods())
 def test_every_method_has_a_tiny_and_a_real_recipe(method: str) -> None:
-    users = [name for name in RECIPES if method in [next(iter(m)) for m in plan(name).config.method]]
+    users = [name for name in RECIPES for run in runs(name) if method in [next(iter(m)) for m in run.method]]
     assert any("tiny" in name or name == "quickstart" for name in users), users
     assert any("tiny" not in name and name != "quickstart" for name in users), users
 
@@ -100,6 +111,13 @@ def test_published_hyperparameters() -> None:
     assert flux.model.lora is not None
     assert (flux.model.lora.rank, flux.model.lora.alpha, flux.kl.beta) == (64, 128, 0.0)
     assert flux.eval.sampling["steps"] == 28
+    student = runs("flow_opd_sd35_medium")[-1]
+    assert (student.train.prompts_per_step, student.train.group_size, student.train.updates_per_step) == (16, 16, 2)
+    assert student.method[1]["flow_opd"]["anchor_beta"] == 0.04
+    assert student.method[2] == {"task_cycle": {"steps": {"ocr": 1, "geneval": 3}}}
+    assert (student.train.optimizer.lr, student.train.optimizer.weight_decay) == (1e-4, 1e-4)
+    assert (student.sampling["steps"], student.sampling["guidance"], student.sampling["noise_scale"]) == (10, 4.5, 0.7)
+    assert (student.model.init, student.advantage.drop_flat) == ("stage://mean", False)
     grpo = plan("grpo_deepseekmath_7b").config
     assert (grpo.kl.beta, grpo.kl.estimator, grpo.train.group_size) == (0.04, "k3", 64)
 

@@ -64,7 +64,7 @@ def request() -> RewardRequest:
         {"answer": "5", "tests": [{"input": "", "output": "4"}]},
         {},
     ]
-    prompts = ['a sign that says "SALE"', 'a sign that says "SHUT"', "no quoted text", 'an empty wall with "NOTHING"']
+    prompts = ['a sign that says "SALE"', 'a sign that says "OPEN"', "no quoted text", 'an empty wall with "NOTHING"']
     return RewardRequest.build(
         prompts,
         images=torch.stack([card(w, c) for w, c in zip(words, colors, strict=True)]),

@@ -143,6 +143,16 @@ class DiffusionAdapter(PolicyAdapter):
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Images [n, 3, H, W] in [0, 1], unclamped, of latents [n, *latent]."""
 
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Latents [n, *latent] of pictures [n, 3, H, W] in [0, 1], the inverse of `decode_latents`.
+
+        Raises:
+            UserError: the family has no encoder.
+        """
+        raise UserError(
+            f"{type(self).__name__} cannot encode pictures; take teachers' samples in place of a data set's"
+        )
+
     def noise_levels(self, sampling: DiffusionSampling) -> Tensor:
         """Levels [steps + 1] from 1 to 0; a family sets its default shift, or another schedule."""
         return flow_match_sigmas(sampling.steps, sampling.shift or 1.0, dtype=self.step_dtype)

@@ -266,6 +266,18 @@ class PipelineAdapter(DiffusionAdapter):
         images: Tensor = vae.decode(x, return_dict=False)[0]
         return images / 2 + 0.5
 
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Latents [n, C, h, w] of pictures [n, 3, H, W] in [0, 1]: the mean of the VAE's posterior, scaled."""
+        vae = self.pipeline.vae
+        posterior = vae.encode(images.to(self.device, vae.dtype) * 2 - 1, return_dict=False)[0]
+        x: Tensor = posterior.mean if hasattr(posterior, "mean") else posterior  # a VAE without a posterior (SANA)
+        mean, std = (getattr(vae.config, name, None) for name in ("latents_mean", "latents_std"))
+        if mean is not None and std is not None:
+            mean, std = (x.new_tensor(value).view(1, -1, 1, 1) for value in (mean, std))
+            return (x - mean) * vae.config.scaling_factor / std
+        return (x - (getattr(vae.config, "shift_factor", None) or 0.0)) * vae.config.scaling_factor
+
     # ---- inner --------------------------------------------------------------------------------------------------------
 
     @property

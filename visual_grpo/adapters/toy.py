@@ -68,12 +68,12 @@ class ToyAdapter(PolicyAdapter):
     def load(cls, config: ModelConfig, *, device: torch.device, sampling: SamplingConfig) -> ToyAdapter:
         """A fixed random start, or what `save` wrote to `config.path`."""
         assert isinstance(sampling, ToySampling)
-        model = ToyModel()
+        model = ToyModel().to(device, getattr(torch, config.dtype))
         if (Path(config.path) / "model.safetensors").is_file():
             from safetensors.torch import load_model
 
             load_model(model, Path(config.path) / "model.safetensors")
-        return cls(model.to(device, getattr(torch, config.dtype)), sampling)
+        return cls(model, sampling)
 
     @classmethod
     def load_meta(cls, config: ModelConfig) -> nn.Module:
