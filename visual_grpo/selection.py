@@ -146,7 +146,8 @@ class Selection:
         if best is None:
             return False
         value = metrics.get(best.metric)
-        if value is None or not _improves(value, self.best and self.best.value, best.mode, 0.0):
+        record = None if self.best is None else self.best.value
+        if value is None or not _improves(value, record, best.mode, 0.0):
             return False
         self.best = Best(step=step, metric=best.metric, value=value)
         return True

@@ -190,9 +190,11 @@ def load_run(folder: RunFolder) -> Run:
     records = folder.read_metrics()
     train, evals = (_by_step(records, kind) for kind in ("train", "eval"))
     rows = {e["step"]: folder.read_eval(e["step"]) for e in evals}
-    grids = {}
+    grids: dict[int, Grid] = {}
     config = load_yaml(folder.config)
-    for step in {e["step"] for e in evals[:1]} | {exported_step(config, evals)} - {None}:
+    for step in {e["step"] for e in evals[:1]} | {exported_step(config, evals)}:
+        if step is None:
+            continue
         path = folder.samples_path(step, ".png")
         if path.is_file():
             grids[step] = load_grid(path)
