@@ -57,7 +57,8 @@ def _arm(runs: Sequence[Mapping[str, Any]], condition: Condition) -> dict[str, A
         if (values := [run["training"][name] for run in runs if name in run["training"]])
     }
     said = [condition.says(run["rows"]) for run in runs] if condition.says is not None else []
-    figures |= {f"held-out {key}": statistics.fmean(one[key] for one in said) for key in (said[0] if said else ())}
+    keys = list(said[0]) if said else []
+    figures |= {f"held-out {key}": statistics.fmean(one[key] for one in said) for key in keys}
     return {
         "final": statistics.fmean(finals),
         "finals": finals,
