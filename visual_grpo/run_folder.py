@@ -18,26 +18,9 @@ from typing import Any
 from visual_grpo.config_text import load_yaml, parse_yaml
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.json_lines import finite, json_line, read_jsonl
+from visual_grpo.resumption import MAY_CHANGE, changed_keys
 
-__all__ = ["MAY_CHANGE", "RunFolder", "changed_keys", "read_jsonl", "read_metrics", "write_atomic"]
-
-MAY_CHANGE = (
-    "train.steps",
-    "train.max_minutes",
-    "train.early_stop",
-    "train.micro_batch",
-    "train.units_per_pass",
-    "train.rollout_batch",
-    "eval.batch",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "track",
-    "watchdog",
-    "alarms",
-    "summary",
-)
-"""Keys and sections that may differ between a run and its resumption: none of them changes what a step computes, but for
-rounding. A run that ran out of memory goes on in smaller pieces."""
+__all__ = ["RunFolder", "read_jsonl", "read_metrics", "write_atomic"]
 
 # Locks that this process holds: a second run of the same process (train, then resume) may take the folder again.
 _HELD: dict[Path, int] = {}
@@ -302,32 +285,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
 
     _guard(path, write)
-
-
-def changed_keys(
-    stored: Mapping[str, Any], given: Mapping[str, Any], may_change: Sequence[str] = MAY_CHANGE
-) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, without those that may change on a resume.
-
-    >>> changed_keys({"train": {"steps": 5, "seed": 0}}, {"train": {"steps": 9, "seed": 1}})
-    {'train.seed': (0, 1)}
-    """
-    old, new = _flat(stored), _flat(given)
-    # The one loss that is a mean of micro-batches depends on their size.
-    fixed = {"train.micro_batch"} if old.get("loss.aggregation") == "micro_batch_token_mean" else set()
-    free = [m for m in may_change if m not in fixed]
-    keys = [k for k in {**old, **new} if not any(k == m or k.startswith(m + ".") for m in free)]
-    return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            out.update(_flat(item, f"{prefix}{key}."))
-        else:
-            out[f"{prefix}{key}"] = item
-    return out
 
 
 def _holds_run(path: Path) -> bool:

@@ -19,7 +19,8 @@ from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError, UserError
 from visual_grpo.evaluation import Evaluation, main_figures, summarise
 from visual_grpo.exports import merge_exports
-from visual_grpo.run_folder import MAY_CHANGE, RunFolder, write_atomic
+from visual_grpo.resumption import MAY_CHANGE
+from visual_grpo.run_folder import RunFolder, write_atomic
 from visual_grpo.selection import Best
 from visual_grpo.stages import PipelinePlan, Stage
 from visual_grpo.trainer import Result

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from visual_grpo.adapters.conditions import TextCache
-from visual_grpo.adapters.diffusion import DiffusionAdapter, DiffusionSampling
+from visual_grpo.adapters.diffusion import DiffusionAdapter
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.noise import row_noise, row_seed
 from visual_grpo.errors import UserError
 from visual_grpo.schedules import flow_match_sigmas

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.flux import FluxAdapter, FluxSampling, pack, unpack
 from visual_grpo.adapters.lumina2 import Lumina2Adapter
 from visual_grpo.adapters.memory import measured_activation_bytes, transformer_activation_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from visual_grpo.adapters.conditions import padded_texts, trimmed_texts
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.flux import pack
 from visual_grpo.adapters.noise import row_noise
 from visual_grpo.adapters.published import published

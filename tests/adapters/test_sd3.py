@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from visual_grpo.adapters import memory
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.noise import row_noise
 from visual_grpo.adapters.paths import packaged_folder, resolve_model_path
 from visual_grpo.adapters.published import published

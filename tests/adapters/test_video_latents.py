@@ -15,7 +15,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from loss_rows import state_of
 
-from visual_grpo.adapters.diffusion import DiffusionAdapter, DiffusionSampling
+from visual_grpo.adapters.diffusion import DiffusionAdapter
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.loss import LossInputs, passes, step_totals
 from visual_grpo.objectives import elbo_pair_loss
 from visual_grpo.pipelines.flow.vipo import Vipo, VipoConfig

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 import tiny_sd3
 
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.noise import row_noise
 from visual_grpo.adapters.sd3 import SD3Adapter
 from visual_grpo.checkpoint import export_model

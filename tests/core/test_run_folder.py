@@ -14,7 +14,8 @@ import torch
 
 from visual_grpo import run_folder
 from visual_grpo.errors import RunError, UserError
-from visual_grpo.run_folder import RunFolder, changed_keys, read_metrics
+from visual_grpo.resumption import changed_keys
+from visual_grpo.run_folder import RunFolder, read_metrics
 
 CONFIG = "train:\n  steps: 5\n  seed: 0\nrewards:\n  ocr:\n    weight: 1.0\n"
 

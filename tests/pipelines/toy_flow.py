@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_grpo.adapters.diffusion import DiffusionAdapter, DiffusionSampling
+from visual_grpo.adapters.diffusion import DiffusionAdapter
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.protocol import MemoryPlan
 from visual_grpo.api import plan
 from visual_grpo.build import build_trainer

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from visual_grpo.adapters.conditions import Condition
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.memory import BlockShape
 from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.adapters.sd3 import MMDIT_LORA

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.memory import BlockShape
 from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.config import ModelConfig

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from visual_grpo.adapters.diffusion import DiffusionAdapter, DiffusionSampling
+from visual_grpo.adapters.diffusion import DiffusionAdapter
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.memory import (
     BlockShape,
     diffusion_rollout_bytes,

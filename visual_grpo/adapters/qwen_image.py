@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visual_grpo.adapters.conditions import padded_texts, trimmed_texts
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.flux import pack, unpack
 from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.adapters.sd3 import MMDIT_LORA

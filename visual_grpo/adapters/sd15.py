@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.unet import UNetAdapter
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from visual_grpo.adapters.conditions import Condition
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.adapters.protocol import SamplingConfig
 from visual_grpo.errors import UserError

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from toy_flow import Network, flow_config, gradient, move
 
 import visual_grpo as vg
-from visual_grpo.adapters.diffusion import DiffusionSampling
+from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
 from visual_grpo.adapters.sd3 import SD3Adapter
 from visual_grpo.api import plan
 from visual_grpo.build import build_trainer
