@@ -84,7 +84,8 @@ def test_a_run_evaluates_each_task_apart(tmp_path: Path) -> None:
     assert found.metrics["length/task/shout"] == pytest.approx(sum(shouted) / len(shouted))
     assert set(main_figures(found.metrics)) == {name for name in found.metrics if "/task/" in name}
     # The first rows are the same whatever the number of samples.
-    short, long = (evaluation_batch(made.eval_prompts, n) for n in (7, 16))
+    _, held = read_prompts(plan(two_tasks(tmp_path)))
+    short, long = (evaluation_batch(held, n) for n in (7, 16))
     assert short.prompts == long.prompts[:7]
 
 
