@@ -251,7 +251,8 @@ def export_lora(policy: Policy, path: Path) -> None:
     from peft import PeftConfig, get_peft_model_state_dict
 
     module: Any = policy.module
-    layers = get_peft_model_state_dict(module, adapter_name="default")
+    # peft's default asks the hub whether the vocabulary was resized, which nothing here does
+    layers = get_peft_model_state_dict(module, adapter_name="default", save_embedding_layers=False)
     config: PeftConfig = module.peft_config["default"]
     if policy.adapter.library == "diffusers":
         from diffusers.loaders.lora_base import LoraBaseMixin

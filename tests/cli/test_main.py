@@ -133,7 +133,7 @@ def test_wrong_input_is_status_2_on_stderr_without_a_traceback(
     [
         (["recipe", "show", "no_such_recipe"], "Error: no recipe named 'no_such_recipe'."),
         (["eval", "no_such_eval", "--images", "."], "Error: no evaluation named 'no_such_eval'."),
-        (["testbed", "build", "sd3_tinny"], "Did you mean 'sd3_tiny'? Known: lm_tiny, sd3_tiny."),
+        (["testbed", "build", "sd3_tinny"], "Did you mean 'sd3_tiny'? Known: flux_tiny, lm_tiny"),
         (["benchmark", "no_such_benchmark"], "Error: no benchmark named 'no_such_benchmark'."),
     ],
 )

@@ -13,8 +13,8 @@ from visual_grpo.errors import UserError
 from visual_grpo.reward import RewardRequest
 from visual_grpo.rewards.ocr import Ocr
 from visual_grpo.rewards.word_likeness import WordLikeness
+from visual_grpo.testbed.denoiser_build import WEIGHTS_DIR
 from visual_grpo.testbed.scenes import BACKGROUND, draw_scene, sample_scene, split_prompts
-from visual_grpo.testbed.sd3_build import WEIGHTS_DIR
 from visual_grpo.testbed.vae_pretraining import decode_latents, encode_images
 from visual_grpo.testbed.word_reader import LEGIBLE, WordReader, correlations
 from visual_grpo.testbed.words import WORDS, draw_word
@@ -47,7 +47,7 @@ def test_every_drawn_word_is_read(drawn: Tensor) -> None:
 
 
 def test_every_word_is_read_after_the_autoencoder(drawn: Tensor) -> None:
-    vae = AutoencoderKL.from_pretrained(WEIGHTS_DIR / "vae")
+    vae = AutoencoderKL.from_pretrained(WEIGHTS_DIR / "sd3_tiny" / "vae")
     again = decode_latents(vae, encode_images(vae, drawn * 2 - 1))
     found, _ = correlations(again.float() / 255 if again.dtype == torch.uint8 else again.clamp(0, 1))
     assert torch.equal(found.argmax(1), WANTED)
