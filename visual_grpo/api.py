@@ -174,6 +174,11 @@ def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:
     denoises = bool(unit_kinds & {"transition", "noise_pair"})
     if config.kl.beta > 0 and config.kl.estimator in ("prediction", "velocity") and not denoises:
         raise UserError(f"kl.estimator={config.kl.estimator} needs a denoising model; use kl.estimator=k3 for tokens")
+    if config.kl.importance and config.kl.estimator in ("gaussian", "prediction", "velocity"):
+        raise UserError(
+            f"kl.importance corrects estimates from log-probs (k1, k2, k3), and kl.estimator={config.kl.estimator} is none: "
+            "leave it out"
+        )
     lengths = config.loss.aggregation in ("fixed_length", "token_sum_over_length")
     if lengths and config.loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
         raise UserError(

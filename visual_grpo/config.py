@@ -173,6 +173,11 @@ class KlConfig(Section):
         description="gaussian: transitions; prediction: mean squared difference of the network's predictions (x0 of a noise "
         "pair, velocity of a transition); velocity: of its velocities",
     )
+    importance: bool = Field(
+        False,
+        description="multiply an estimate from log-probs by the ratio to the sampling policy, with gradient, which makes its "
+        "gradient that of the KL itself (DeepSeek-V3.2; TRL's use_bias_correction_kl)",
+    )
     weighted: bool = Field(False, description="the methods' unit weights weigh this term as they weigh the surrogate")
 
 

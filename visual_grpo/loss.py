@@ -17,7 +17,7 @@ from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState
-from visual_grpo.objectives import Metrics
+from visual_grpo.objectives import Metrics, importance_log_ratio
 from visual_grpo.stack import MethodStack
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch, Span
 
@@ -248,7 +248,10 @@ def reference_divergence(micro: MicroBatch, state: LoopState) -> Tensor:
         if now.velocity is None or ref.velocity is None:
             raise UserError("kl.estimator=velocity needs a denoising model; use kl.estimator=k3 for tokens")
         return velocity_mse(now.velocity.flatten(0, 1), ref.velocity.flatten(0, 1)).view(now.velocity.shape[:2])
-    return reduce_map(kl_estimate(estimator, now.value, ref.value, mask=micro.mask))
+    unit = kl_estimate(estimator, now.value, ref.value, mask=micro.mask)
+    if state.config.kl.importance:
+        unit = unit * importance_log_ratio(now.value, micro.old_log_prob, micro.mask).exp().to(unit.dtype)
+    return reduce_map(unit)
 
 
 def fixed_weights(rows: LossInputs, stack: MethodStack, state: LoopState) -> LossInputs:

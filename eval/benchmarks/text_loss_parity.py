@@ -1,28 +1,60 @@
-"""TRL's loss and gradient on our rollouts, for the losses that both have; a part of the benchmark text_step_vs_trl."""
+"""TRL's losses and gradients on our rollouts, for every loss that both have; a part of the benchmark text_step_vs_trl."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from visual_grpo.eval.benchmarks.text_step_sides import (
-    AGGREGATIONS,
-    Shape,
-    run_config,
-    trl_trainer,
-)
+from visual_grpo.eval.benchmarks.text_step_sides import Shape, run_config, trl_trainer
 
-END_TOKENS = range(2, 34)
-"""Tokens that end a row here: with 32 of the 1,024 a random model's rows have many lengths."""
+END_SHARE = 32
+"""One token of so many ends a row here, so that a random model's rows have many lengths."""
+CISPO_CAP, DELTA, BETA = 1.3, 1.5, 0.04
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss in both dialects: overrides of our config, attributes of TRL's trainer (`args.X` of its arguments)."""
+
+    ours: Mapping[str, Any]
+    trl: Mapping[str, Any]
+
+
+def _loss(loss_type: str, aggregation: str, ours: Mapping[str, Any] = {}, trl: Mapping[str, Any] = {}) -> Loss:
+    return Loss({"loss.aggregation": aggregation, **ours}, {"loss_type": loss_type, **trl})
+
+
+_SEQUENCE = {"ratio.level": "sequence"}, {"importance_sampling_level": "sequence"}
+LOSSES = {
+    "grpo": _loss("grpo", "sequence_mean_token_mean"),
+    "dapo": _loss("dapo", "token_mean"),
+    "dr_grpo": _loss("dr_grpo", "fixed_length"),
+    "bnpo": _loss("bnpo", "micro_batch_token_mean"),
+    "cispo": _loss(
+        "cispo", "token_mean", {"loss.surrogate": "cispo", "ratio.clip_high": CISPO_CAP}, {"epsilon_high": CISPO_CAP}
+    ),
+    "sapo": _loss("sapo", "sequence_mean_token_mean", {"loss.surrogate": "sapo"}),
+    "vespo": _loss("vespo", "token_mean", {"loss.surrogate": "vespo"}),
+    "luspo": _loss("luspo", "sequence_mean_token_sum", *_SEQUENCE),
+    "grpo, ratio of the sequence (GSPO)": _loss("grpo", "sequence_mean_token_mean", *_SEQUENCE),
+    "grpo, two-sided clip": _loss("grpo", "sequence_mean_token_mean", {"ratio.delta": DELTA}, {"args.delta": DELTA}),
+    "dapo, KL": _loss("dapo", "token_mean", {"kl.beta": BETA}, {"beta": BETA, "args.use_bias_correction_kl": False}),
+    "dapo, KL times the ratio": _loss("dapo", "token_mean", {"kl.beta": BETA, "kl.importance": True}, {"beta": BETA}),
+}
+"""Every `loss_type` of TRL 1.16, and the options of its ratio and KL."""
 
 
 def side_losses(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
-    """{loss_type: {"ours", "trl", "difference", "gradient difference"}}; the last is relative to the gradient's norm.
+    """{loss: {"ours", "trl", "difference", "gradient difference"}}; the last is relative to the gradient's norm.
 
-    The old log-probs are the sampler's plus noise, so that ratios lie on both sides of the clip range.
+    The old log-probs are the sampler's plus noise, so that ratios lie on both sides of the clip range; the weights have moved
+    from the reference.
     """
     from visual_grpo.aggregation import Totals
     from visual_grpo.api import plan
@@ -33,35 +65,55 @@ def side_losses(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
 
     made = plan(run_config(work, shape, seed), {"sampling.stop_on_eos": True})
     adapter = made.adapter_class.load(made.config.model, device=torch.device("cpu"), sampling=made.sampling)
-    adapter.eos_ids = list(END_TOKENS)
+    size = adapter.trainable_module.config.vocab_size
+    adapter.eos_ids = list(range(2, 2 + size // END_SHARE))
     policy = Policy(adapter, made.config.model)
-    rollouts = policy.sample(_prompts(work, shape), seed=seed, sampling=made.sampling)
+    policy.keep_reference()
     generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    rollouts = policy.sample(_prompts(work, shape), seed=seed, sampling=made.sampling)
     assert rollouts.old_log_prob is not None
     rollouts.old_log_prob = rollouts.old_log_prob + 0.3 * torch.randn(rollouts.unit_mask.shape, generator=generator)
     advantages = torch.randn(shape.rows, generator=generator)
     rows = LossInputs(rollouts=rollouts, advantages=advantages, weights=torch.ones(rollouts.unit_mask.shape))
     trainer = trl_trainer(work, shape, seed)
+    trainer.model.load_state_dict(policy.module.state_dict())
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = _trl_inputs(rollouts, advantages)
+    with torch.no_grad(), policy.reference():
+        inputs["ref_per_token_logps"] = policy.log_prob(rollouts, torch.arange(rollouts.num_units)).value
     found: dict[str, Any] = {}
     with Ranks() as ranks:
-        for loss_type, aggregation in AGGREGATIONS.items():
-            config = plan(
-                run_config(work, shape, seed), {"loss.aggregation": aggregation, "ratio.old": "sampler"}
-            ).config
+        for name, loss in LOSSES.items():
+            config = plan(run_config(work, shape, seed), {**loss.ours, "ratio.old": "sampler"}).config
             state = LoopState(config=config, policy=policy, ranks=ranks, sampling=made.sampling, on_policy=False)
             ((ours, _),) = passes(made.stack, rows, Totals.of_mask(rollouts.unit_mask), state)
-            trainer.loss_type = loss_type
-            theirs = trainer._compute_loss(trainer.model, inputs)
-            found[loss_type] = {
+            with _changed(trainer, loss.trl):
+                theirs = trainer._compute_loss(trainer.model, inputs)
+            found[name] = {
                 "ours": ours.item(),
                 "trl": theirs.item(),
                 "difference": abs(ours.item() - theirs.item()),
                 "gradient difference": _gradient_difference(ours, policy.module, theirs, trainer.model),
             }
     return found
+
+
+@contextmanager
+def _changed(trainer: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, other values of the trainer's attributes."""
+    places = [(trainer.args if "." in name else trainer, name.rpartition(".")[2], name) for name in attributes]
+    before = [getattr(owner, attribute) for owner, attribute, _ in places]
+    try:
+        for owner, attribute, name in places:
+            setattr(owner, attribute, attributes[name])
+        yield
+    finally:
+        for (owner, attribute, _), value in zip(places, before, strict=True):
+            setattr(owner, attribute, value)
 
 
 def _prompts(work: Path, shape: Shape) -> Any:

@@ -16,17 +16,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VOCABULARY = 1024
+LLM = {
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "qwen3",
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        **LLM,
+    },
+    "smollm2_135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        **LLM,
+    },
+}
+"""Configs of the models, whose weights are random: 3.2 M parameters, and the 135 M of SmolLM2-135M's architecture."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one step works on."""
+    """What one step works on, with which of `MODELS`, and how many steps are timed after how many others."""
 
     prompts: int
     group: int
     prompt_tokens: int
     new_tokens: int
+    model: str = "tiny"
+    warm_up: int = 1
+    steps: int = 4
 
     @property
     def rows(self) -> int:
@@ -38,18 +71,13 @@ SHAPES = {
     "short": Shape(prompts=8, group=8, prompt_tokens=108, new_tokens=64),
     "long": Shape(prompts=2, group=16, prompt_tokens=256, new_tokens=256),
     "vlm": Shape(prompts=2, group=16, prompt_tokens=1024, new_tokens=128),
+    "long_135m": Shape(1, 16, 256, 256, model="smollm2_135m", warm_up=0, steps=1),
+    "vlm_135m": Shape(1, 16, 1024, 128, model="smollm2_135m", warm_up=0, steps=1),
 }
-"""Arithmetic, reasoning, and a picture's tokens before a short answer."""
-WARM_UP, STEPS = 1, 4
+"""Arithmetic, reasoning, and a picture's tokens before a short answer; the last two also on the larger model."""
+TINY = tuple(name for name, shape in SHAPES.items() if shape.model == "tiny")
 LR = 1e-5
 CLOCKS: dict[str, Callable[[], float]] = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
-AGGREGATIONS = {
-    "grpo": "sequence_mean_token_mean",
-    "dapo": "token_mean",
-    "dr_grpo": "fixed_length",
-    "bnpo": "micro_batch_token_mean",
-}
-"""TRL's `loss_type` -> our `loss.aggregation`."""
 
 
 def distinct_words(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -63,32 +91,20 @@ def make_inputs(work: Path, shape: Shape) -> None:
     if (model / "config.json").is_file():
         return
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    words = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    settings = MODELS[shape.model]
+    count = settings["vocab_size"] - 3
+    words = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(count))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "w0"}
     PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **special).save_pretrained(model)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(model)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(model)
     generator = torch.Generator().manual_seed(0)
-    for name, count in (("train", 200), ("heldout", 8)):
-        drawn = torch.randint(VOCABULARY - 3, (count, shape.prompt_tokens), generator=generator)
+    for name, lines_wanted in (("train", 200), ("heldout", 8)):
+        drawn = torch.randint(count, (lines_wanted, shape.prompt_tokens), generator=generator)
         lines = [" ".join(f"w{i}" for i in row) for row in drawn.tolist()]
         (work / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -103,7 +119,7 @@ def run_config(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
         "sampling": {"max_new_tokens": shape.new_tokens, "stop_on_eos": False},
         "loss": {"aggregation": "token_mean"},
         "train": {
-            "steps": WARM_UP + STEPS,
+            "steps": shape.warm_up + shape.steps,
             "prompts_per_step": shape.prompts,
             "group_size": shape.group,
             "micro_batch": shape.rows,
@@ -165,10 +181,13 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
 
 
-def _report(clock: Clock, loaded: float) -> dict[str, Any]:
+def _report(clock: Clock, loaded: float, shape: Shape) -> dict[str, Any]:
     """Result of a timed side; `loaded` is the peak before the first step."""
     peak = _peak_mib()
-    return {"steps": clock.steps[WARM_UP:], "memory_mib": {"peak": peak, "peak above the loaded model": peak - loaded}}
+    return {
+        "steps": clock.steps[shape.warm_up :],
+        "memory_mib": {"peak": peak, "peak above the loaded model": peak - loaded},
+    }
 
 
 def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
@@ -190,13 +209,13 @@ def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
         for name in ("gradient_norm", "step"):
             clock.watch(trainer.optimizer, name, "other")
         clock.restart()
-        for _ in range(WARM_UP + STEPS):
+        for _ in range(shape.warm_up + shape.steps):
             trainer.iteration()
             clock.close_step()
         trainer.suite.close()
         trainer.writer.close()
     folder.close()
-    return _report(clock, loaded)
+    return _report(clock, loaded, shape)
 
 
 def trl_trainer(work: Path, shape: Shape, seed: int, **options: Any) -> Any:
@@ -212,7 +231,7 @@ def trl_trainer(work: Path, shape: Shape, seed: int, **options: Any) -> Any:
         num_generations=shape.group,
         max_completion_length=shape.new_tokens,
         generation_kwargs={"min_new_tokens": shape.new_tokens},
-        max_steps=WARM_UP + STEPS,
+        max_steps=shape.warm_up + shape.steps,
         learning_rate=LR,
         gradient_checkpointing=False,
         bf16=False,
@@ -252,7 +271,7 @@ def side_trl(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
 
     trainer.add_callback(StepClock())
     trainer.train()
-    return _report(clock, loaded)
+    return _report(clock, loaded, shape)
 
 
 def side_bare(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
@@ -262,13 +281,13 @@ def side_bare(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     torch.manual_seed(seed)
-    prompts = torch.randint(3, VOCABULARY, (shape.prompts, shape.prompt_tokens))
-    rows = torch.cat(
-        [prompts.repeat_interleave(shape.group, 0), torch.randint(3, VOCABULARY, (shape.rows, shape.new_tokens))], 1
-    )
+    size = MODELS[shape.model]["vocab_size"]
+    prompts = torch.randint(3, size, (shape.prompts, shape.prompt_tokens))
+    answers = torch.randint(3, size, (shape.rows, shape.new_tokens))
+    rows = torch.cat([prompts.repeat_interleave(shape.group, 0), answers], 1)
     clock, loaded = Clock(), _peak_mib()
     clock.restart()
-    for _ in range(WARM_UP + STEPS):
+    for _ in range(shape.warm_up + shape.steps):
         with clock.phase("generate"):
             _bare_generate(model, prompts, shape)
         with clock.phase("train"):
@@ -278,7 +297,7 @@ def side_bare(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         clock.close_step()
-    return _report(clock, loaded)
+    return _report(clock, loaded, shape)
 
 
 @torch.no_grad()

@@ -5,9 +5,10 @@
 
 Both train the same random Qwen3 of 3.2 M parameters on the same prompts, one optimizer step a rollout batch, float32, no vLLM, in
 three shapes (`--shape` for one): 64 rows (8 prompts x 8) of 108 prompt and 64 new tokens; 2 x 16 rows of 256 + 256; 2 x 16 of
-1,024 + 128. A third side makes only the plain model calls of such a step, every row with its own prompt. Each side runs in a
-process of its own, one after the other, so that neither time nor memory is shared. Ends with TRL's loss and gradient on our
-rollouts for `grpo`, `dapo`, `dr_grpo` and `bnpo`. Needs `pip install "trl==1.16.*"`; run it while nothing else runs.
+1,024 + 128. `long_135m` and `vlm_135m` (1 x 16 rows, one step; half an hour) run when named. A third side makes only the plain
+model calls of such a step, every row with its own prompt. Each side runs in a process of its own, one after the other, so that
+neither time nor memory is shared. Ends with TRL's losses and gradients on our rollouts (`text_loss_parity`). Needs
+`pip install "trl==1.16.*"`; run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from visual_grpo.eval.benchmarks.text_step_sides import (
     SHAPES,
-    STEPS,
+    TINY,
     make_inputs,
     side_bare,
     side_ours,
@@ -36,14 +37,14 @@ PHASES = ("generate", "forward+backward", "rest", "step")
 SIDES = ("ours", "trl", "bare")
 
 
-def run(*, seeds: int = 3, out: Path | str | None = None, shapes: Sequence[str] = tuple(SHAPES)) -> dict[str, Any]:
+def run(*, seeds: int = 3, out: Path | str | None = None, shapes: Sequence[str] = TINY) -> dict[str, Any]:
     """Measure `seeds` rounds of all sides for each of `shapes`, then the losses.
 
     Returns:
         By shape: per side the medians over rounds and steps ("seconds", "cpu_seconds", "memory_mib"), "ratios" and "cpu_ratios"
         between the sides, and "loss" with both sides' values.
     """
-    found: dict[str, Any] = {"rounds": seeds, "steps a round": STEPS}
+    found: dict[str, Any] = {"rounds": seeds}
     for shape in shapes:
         with tempfile.TemporaryDirectory() as scratch:
             work = Path(out) / shape if out is not None else Path(scratch)
@@ -111,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2, help="rounds of all sides")
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--shape", choices=SHAPES, help="one shape; all without it")
+    parser.add_argument("--shape", choices=SHAPES, help="one shape; without it those of the small model")
     parser.add_argument("--side", choices=[*SIDES, "losses"], help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -120,7 +121,7 @@ def main() -> None:
     if given.side is not None:
         print(json.dumps(sides[given.side](given.work, SHAPES[given.shape], given.seed)))
         return
-    result = run(seeds=given.seeds, shapes=[given.shape] if given.shape else tuple(SHAPES))
+    result = run(seeds=given.seeds, shapes=[given.shape] if given.shape else TINY)
     print(json.dumps(result, indent=1))
     if not given.json:
         print_result(result)
@@ -147,7 +148,7 @@ def _print_shape(title: str, result: dict[str, Any]) -> None:
     ratios = [[name, f"{value:.3f}", f"{result['cpu_ratios'][name]:.3f}"] for name, value in result["ratios"].items()]
     print_table("ratios", ["", "seconds", "cpu_seconds"], ratios)
     losses = [[name, *(f"{value:.8f}" for value in found.values())] for name, found in result["loss"].items()]
-    print_table("loss on the same rollouts", ["loss_type", *next(iter(result["loss"].values()))], losses)
+    print_table("loss on the same rollouts", ["loss", *next(iter(result["loss"].values()))], losses)
 
 
 if __name__ == "__main__":

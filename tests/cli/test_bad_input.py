@@ -89,6 +89,7 @@ OVERRIDES: list[tuple[str, str | list[str], list[str]]] = [
     ("clip above 1", "ratio.clip_low=1.5", ["ratio.clip_low:", "less than or equal to 1"]),
     ("divergence of transitions on tokens", "kl={beta: 0.1, estimator: gaussian}", ["kl.estimator=gaussian", "k3"]),
     ("divergence of predictions on tokens", "kl={beta: 0.1, estimator: prediction}", ["kl.estimator=prediction", "k3"]),
+    ("ratio on a divergence", "kl={estimator: gaussian, importance: true}", ["kl.importance", "k1, k2, k3", "leave it out"]),
     ("clip below 0", "ratio.clip_low=-0.1", ["ratio.clip_low:"]),
     ("ema decay 1", "train.ema.decay=1", ["train.ema.decay:"]),
     ("timeout 0", "rewards={exact_match: {timeout_s: 0}}", ["rewards.exact_match.timeout_s:"]),

@@ -72,6 +72,30 @@ def test_the_kl_is_scaled_and_weighted() -> None:
         assert float(total) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_importance_makes_the_gradient_of_the_estimate_that_of_the_kl(on_policy: bool) -> None:
+    """All tokens of a categorical, each with its share of samples in place of samples; k3 alone has another gradient."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    now = logits.log_softmax(0)
+    ref = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    old = now.detach() if on_policy else torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
+    kl = (now.exp() * (now - ref)).sum()
+    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    mask = mask_of([3])
+    rows = inputs_of(mask, torch.ones(1).double(), [0])
+    micro = micro_of(rows, now[None], reference=ref[None])
+    micro.old_log_prob = old[None]
+    found = {}
+    for importance in (False, True):
+        state = state_of(kl={"beta": 1.0, "estimator": "k3", "importance": importance})
+        total, _ = regularisers(MethodStack({}), micro, rows, old.exp()[None], state)
+        (found[importance],) = torch.autograd.grad(total, logits, retain_graph=True)
+        if importance:
+            torch.testing.assert_close(total, kl, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[True], exact, rtol=0, atol=1e-12)
+    assert float((found[False] - exact).abs().max()) > 1e-2
+
+
 class Watched(Method[MethodConfig]):
     """Fills the hooks and notes what it is given."""
 
