@@ -112,6 +112,7 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.v_grpo:v_grpo_sd35_medium",
         "V-GRPO on SD3.5-medium, stage 1 of the paper",
     ),
+    "v_grpo_flux1_dev": ("visual_grpo.pipelines.flow.v_grpo:v_grpo_flux1_dev", "V-GRPO on FLUX.1-dev"),
     "flow_grpo_tiny": ("visual_grpo.pipelines.flow.flow_grpo:flow_grpo_tiny", "Flow-GRPO on the testbed's scenes"),
     "flow_grpo_fast_tiny": (
         "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_fast_tiny",
@@ -140,6 +141,10 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "flow_grpo_flux1_dev_pickscore": (
         "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_flux1_dev_pickscore",
         "Flow-GRPO on FLUX.1-dev, PickScore",
+    ),
+    "flow_grpo_fast_flux1_dev_pickscore": (
+        "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_fast_flux1_dev_pickscore",
+        "Flow-GRPO-Fast on FLUX.1-dev, PickScore",
     ),
     "flow_grpo_sdxl_base_pickscore": (
         "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_sdxl_base_pickscore",

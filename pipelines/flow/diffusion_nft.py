@@ -315,7 +315,7 @@ def diffusion_nft_sd35_medium_ocr() -> RunConfig:
 
 
 def diffusion_nft_sd35_medium_multi() -> RunConfig:
-    """DiffusionNFT, SD3.5-medium, three preference rewards: strength 0.1, 25 steps as in the published code (paper: 40)."""
+    """DiffusionNFT, SD3.5-medium, three preference rewards: strength 0.1, the paper's 40 steps (its code: 25)."""
     return _paper(
         "diffusion_nft_sd35_medium_multi",
         "DiffusionNFT on SD3.5-medium, PickScore + HPSv2.1 + CLIPScore",
@@ -324,7 +324,7 @@ def diffusion_nft_sd35_medium_multi() -> RunConfig:
         steps=800,
         data=DataConfig(source="data/pickapic/train.txt"),
         rewards={"pickscore": RewardConfig(), "hps_v2": RewardConfig(), "clip_score": RewardConfig()},
-        sampling={"steps": 25, "guidance": 1.0, "solver": "dpm"},
+        sampling={"steps": 40, "guidance": 1.0, "solver": "dpm"},
         eval=EvalConfig(
             source="data/pickapic/test.txt", every=30, samples=480, final_samples=2048, batch=16, sampling={"steps": 40}
         ),

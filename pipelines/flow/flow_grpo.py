@@ -219,7 +219,7 @@ def flow_grpo_sd35_medium_ocr() -> RunConfig:
 
 
 def flow_grpo_sd35_medium_pickscore() -> RunConfig:
-    """Flow-GRPO, SD3.5-medium, PickScore / 26, KL 0.01."""
+    """Flow-GRPO, SD3.5-medium, PickScore / 26, KL 0.01 (the authors train CLIPScore with 0.02)."""
     return sd35_medium(
         "flow_grpo_sd35_medium_pickscore",
         "flow_grpo",
@@ -311,7 +311,10 @@ def flow_grpo_sdxl_base_pickscore() -> RunConfig:
 
 
 def flow_grpo_fast_sd35_medium_geneval() -> RunConfig:
-    """Flow-GRPO-Fast without guidance: CPS noise 0.8, three steps in [0, 5), clip 1e-5, no KL."""
+    """Flow-GRPO-Fast without guidance: CPS noise 0.8, three steps in [0, 5), clip 1e-5, no KL.
+
+    On PickScore the authors take 64 prompts x 18.
+    """
     settings = _paper(0.0) | {"ratio": RatioConfig(clip_low=1e-5, clip_high=1e-5)}
     return sd35_medium(
         "flow_grpo_fast_sd35_medium_geneval",
@@ -321,4 +324,22 @@ def flow_grpo_fast_sd35_medium_geneval() -> RunConfig:
         rewards={"geneval": RewardConfig(params={"mode": "partial", "detector": "mask2former"})},
         sampling={"steps": 10, "guidance": 1.0, "solver": "cps", "noise_scale": 0.8},
         **settings,
+    )
+
+
+def flow_grpo_fast_flux1_dev_pickscore() -> RunConfig:
+    """Flow-GRPO-Fast on FLUX.1-dev, PickScore: CPS noise 0.8 on the first three of 6 steps, clip 1e-5, the group's std, no KL.
+
+    GenEval on FLUX divides by the std of the whole step (`advantage.scope=batch`).
+    """
+    plain = flow_grpo_flux1_dev_pickscore()
+    return plain.model_copy(
+        update={
+            "name": "flow_grpo_fast_flux1_dev_pickscore",
+            "summary": "Flow-GRPO-Fast on FLUX.1-dev, PickScore",
+            "method": [{"flow_grpo": {"window": 3, "window_high": 3}}],
+            "sampling": plain.sampling | {"solver": "cps", "noise_scale": 0.8},
+            "advantage": AdvantageConfig(scope="group"),
+            "ratio": RatioConfig(clip_low=1e-5, clip_high=1e-5),
+        }
     )

@@ -56,8 +56,8 @@ class FlowOpdConfig(MethodConfig):
     kl_scale: float = Field(-1.0, lt=0, description="factor of the KL as a reward")
     kl_norm: Literal["none", "per_sample", "per_timestep", "global"] = Field(
         "none",
-        description="z-score of the KL as a reward; the code makes all three alike, over the rows of a micro-batch at each step, "
-        "so the result depends on train.micro_batch",
+        description="z-score of the KL as a reward (and, in mixed, of the task's advantages); the code makes all three alike, over "
+        "the rows of a micro-batch at each step, so the result depends on train.micro_batch",
     )
     anchor: str | None = Field(
         None, description="exported weights of the anchor; null = the base of the LoRA, or the start of full weights"
@@ -165,7 +165,7 @@ class FlowOpd(Method[FlowOpdConfig]):
         assert kl.shape == micro.mask.shape, "one KL for each row and step"  # [n, 1] would broadcast against the ratio
         figures = self._figures(kl, kept, micro, state)
         live = kept[:, None].to(kl.dtype)
-        task = micro.advantages.expand_as(kl).clamp(-LIMIT, LIMIT) * live if config.reward_mode == "mixed" else None
+        task = self._task_part(micro, kl) * live if config.reward_mode == "mixed" else None
         if config.opd_reward == "direct":
             loss = -config.kl_scale * kl
             if task is None:
@@ -180,6 +180,11 @@ class FlowOpd(Method[FlowOpdConfig]):
             log_ratio = importance_log_ratio(now.value, micro.old_log_prob, micro.mask, level=ratio.level)
             loss = through_reward(loss, advantages, log_ratio, ratio.clip_low, ratio.clip_high)
         return loss, figures | more
+
+    def _task_part(self, micro: MicroBatch, kl: Tensor) -> Tensor:
+        """The task's advantages [n, u] for `mixed`; `kl_norm` normalises them too."""
+        task = micro.advantages.expand_as(kl).clamp(-LIMIT, LIMIT)
+        return task if self.config.kl_norm == "none" else z_score(task)
 
     def _reward(self, kl: Tensor, target: Tensor, micro: MicroBatch) -> Tensor:
         """The reward of each step [n, u]; only `released` has a gradient."""

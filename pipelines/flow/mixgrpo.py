@@ -7,7 +7,8 @@ the std is the group's (Bessel, eps 1e-8), several rewards are normalised one by
 Flash: `sampling.tail_ratio=0.4` and `shift_every=20`; Flash*: `stride=0` and `sampling.tail_ratio=0.2`.
 Departures: at the end of its range the window keeps its size (`shrink=true`: it shrinks and is empty at last, as published);
 levels reach the network exact, not cut to integer timesteps; a failed reward drops the row; "decay" and "exp_decay" shorten
-the stay by the published formulas; second-order solvers before the window are left out, since they spoil the ratio.
+the stay by the published formulas; second-order solvers before the window are left out, since they spoil the ratio, and so are
+statistics without the lowest rewards and a penalty on the log-ratio, both off in the published scripts.
 """
 
 from __future__ import annotations

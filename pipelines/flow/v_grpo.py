@@ -32,10 +32,12 @@ from visual_grpo.config import (
     RunConfig,
     TrainConfig,
 )
+from visual_grpo.config_rewards import CombineConfig
 from visual_grpo.divergences import velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
 from visual_grpo.schedules import draw_stratified
 from visual_grpo.types import MicroBatch, RolloutBatch
 
@@ -179,15 +181,17 @@ def v_grpo_tiny() -> RunConfig:
 def v_grpo_sd35_medium() -> RunConfig:
     """V-GRPO on SD3.5-medium: stage 1 of the paper (on-policy, 4 pairs), no guidance, 40 ODE steps, 48 prompts x 24.
 
-    Departures: PickScore alone (the paper adds HPSv2.1 and CLIP); averaged weights as in Flow-GRPO (the paper's were not found).
+    Averaged weights as in Flow-GRPO: the paper's were not found. Its later stages go on from this one with GenEval (2 and 4: 200
+    and 50 updates, ratio clip, no soft clip) or OCR (5: 30 updates, `kl_old_beta` 0.3 alone) beside the three rewards, 10 pairs
+    and several updates a rollout; stage 3 is stage 1 again.
     """
     return sd35_medium(
         "v_grpo_sd35_medium",
         {"v_grpo": {"pairs": 4}},
-        "V-GRPO on SD3.5-medium, stage 1 of the paper: preference reward, on-policy, soft clip",
+        "V-GRPO on SD3.5-medium, stage 1 of the paper: preference rewards, on-policy, soft clip",
         "pickscore",
         data=DataConfig(source="data/pickapic/train.txt"),
-        rewards={"pickscore": RewardConfig()},
+        rewards={"hps_v2": RewardConfig(), "pickscore": RewardConfig(), "clip_score": RewardConfig()},
         sampling={"steps": 40, "guidance": 1.0},
         advantage=AdvantageConfig(soft_clip=3.0),
         ratio=RatioConfig(level="sequence", clip_low=6e-3, clip_high=6e-3),
@@ -201,4 +205,32 @@ def v_grpo_sd35_medium() -> RunConfig:
             ema=EmaConfig(decay=0.9, every=8),
         ),
         eval=EvalConfig(source="data/pickapic/test.txt", every=30, samples=480, final_samples=2048, batch=16),
+    )
+
+
+def v_grpo_flux1_dev() -> RunConfig:
+    """V-GRPO on FLUX.1-dev: 16 second-order ODE steps, 4 pairs, four preference rewards, ratio and soft clip, 300 iterations.
+
+    Prompts, group size, learning rate, updates and how the rewards are added were not found: they are MixGRPO's, with which the
+    paper compares. The clip range is the lower end of what the paper gives, 6e-3 to 1e-2.
+    """
+    return flux1_dev(
+        "v_grpo_flux1_dev",
+        {"v_grpo": {"pairs": 4}},
+        "V-GRPO on FLUX.1-dev, four preference rewards",
+        rewards={name: RewardConfig() for name in ("hps_v2", "pickscore", "image_reward", "unified_reward")},
+        combine=CombineConfig(how="sum_of_advantages"),
+        sampling={"steps": 16, "solver": "dpm"},
+        advantage=AdvantageConfig(soft_clip=3.0),
+        ratio=RatioConfig(level="sequence", clip_low=6e-3, clip_high=6e-3),
+        train=TrainConfig(
+            steps=300,
+            prompts_per_step=32,
+            group_size=12,
+            updates_per_step=4,
+            micro_batch=1,
+            units_per_pass=1,
+            rollout_batch=12,
+            optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4),
+        ),
     )

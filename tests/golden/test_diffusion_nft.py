@@ -191,6 +191,15 @@ def test_the_long_last_but_one_step_of_the_diffusers_schedule_overshoots() -> No
     assert abs(float(integrate(start, levels, second=False).std()) - 0.36) < 0.01
 
 
+def test_that_step_extrapolates_by_more_than_two_differences() -> None:
+    """1 / (2 q) of the step .278 -> .0089: 2.3. Read from the step itself, which is linear in the prediction before."""
+    now, after, before = (flow_match_sigmas(10, dtype=torch.float64)[i] for i in (8, 9, 7))
+    zero = row(0.0)
+    moved = multistep_step(zero, zero, now, after, before=(zero - 1, before))
+    share = moved / (1 - after - (1 - now) * after / now)
+    close(share, 2.308345)
+
+
 def test_first_and_last_steps_are_euler_steps() -> None:
     x, x0 = row(0.8, -0.4), row(0.5, 0.1)
     for sigma, sigma_next, before in ((1.0, 0.9, None), (0.3, 0.0, (x0 + 1, 0.6)), (0.9, 0.5, (x0 + 1, 1.0))):

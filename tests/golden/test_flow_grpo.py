@@ -6,8 +6,9 @@ from torch import Tensor
 
 from visual_grpo.advantages import group_advantages
 from visual_grpo.divergences import gaussian_kl, gaussian_kl_of_velocity
+from visual_grpo.groups import segment_std
 from visual_grpo.objectives import clipped_surrogate
-from visual_grpo.schedules import flow_match_sigmas
+from visual_grpo.schedules import flow_match_sigmas, linear_shift_sigmas
 from visual_grpo.transitions import (
     Transition,
     cps_step,
@@ -137,6 +138,12 @@ def test_dance_step(step: int) -> None:
 def test_sigmas(steps: int, expected: list[float]) -> None:
     tolerance = 6e-7 if steps == 4 else 6e-5
     close(flow_match_sigmas(steps, dtype=torch.float64), expected, tolerance)
+
+
+def test_the_lowest_level_before_the_second_shift_and_the_std_of_all_rewards() -> None:
+    close(linear_shift_sigmas(1000, dtype=torch.float64)[999], 0.002994)
+    rewards = torch.tensor([1, 0, 0.5, 0.5, 0.2, 0.8, 0.4, 0.6], dtype=torch.float64)
+    close(segment_std(rewards, torch.zeros(8, dtype=torch.int64), kind="population")[0], 0.295804)
 
 
 def gaussian_velocity(x: Tensor, sigma: float, mean: float = 0.7, std: float = 0.5) -> Tensor:

@@ -86,6 +86,14 @@ def test_the_standard_scores_behind_the_weights() -> None:
     close(causal[:, :9], [-0.037384, 0.549613, -0.330882, 0.256114, 0.709264, 0, 0, 0, -2.683197])
 
 
+def test_the_standard_scores_under_the_answer() -> None:
+    """With the span on padding alone no token is overridden."""
+    wide = {"weight_std": 1.0, "weight_mean": 10.0, "weight_min": 0.0, "weight_max": 100.0}
+    parts = torch.tensor([[OUTSIDE] * 9 + [MARKER]])
+    z = [-1.083858, 0.734285, -1.992929, -0.174787, 1.228783, 0.445751, 1.066289, 0.342769, -0.566303]
+    close(weights(parts=parts, **wide)[:, :9] - 10, z)
+
+
 def test_constant_scores_and_a_broken_gradient() -> None:
     close(weights(torch.full_like(SCORES, 0.3)), [1, 1, 1, 1, 1, 1, 5, 1, 1, 0])
     broken = SCORES.clone()

@@ -51,6 +51,16 @@ def test_a_group_without_one() -> None:
     close(whole, [-0.017589, -0.061036, 0.062934, 0.015691])
 
 
+@pytest.mark.parametrize(("right", "difficulty"), [([1.0, 0, 0, 0], 3.274923), ([0.0, 0, 0, 0], 1.809675)])
+def test_difficulty(right: list[float], difficulty: float) -> None:
+    """D solved from each wrong answer's penalty, `c / (G (D - c))`."""
+    confidence = answer_confidence(SUMS, LENGTHS)
+    rewards = calibrated_rewards(torch.tensor(right).double(), confidence, ONE)
+    wrong = torch.tensor(right) == 0
+    found = confidence[wrong] * (1 - 1 / (4 * rewards[wrong]))
+    close(found, [difficulty] * int(wrong.sum()))
+
+
 def test_a_group_that_is_all_right() -> None:
     rewards, advantages = both(torch.ones(4).double(), answer_confidence(SUMS, LENGTHS), ONE)
     assert rewards.tolist() == [1.0] * 4

@@ -57,6 +57,8 @@ def test_verdicts() -> None:
 def test_diversity() -> None:
     answers = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7, 8, 9, 10]]
     assert diversity(answers) == pytest.approx(0.888889, abs=6e-7)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    assert [1 - diversity([answers[i], answers[j]]) for i, j in pairs] == pytest.approx([1 / 3, 0, 0])
     assert diversity([[1, 2], [1, 2]]) == 0.0
     assert diversity([[1, 2], [1, 3]]) == 1.0
     assert diversity([[1, 2], [1, 2, 3, 4]]) == 1.0

@@ -63,6 +63,14 @@ def test_loss_and_gradient() -> None:
     assert float((gradient.sum(1)).abs().max()) < bound
 
 
+def test_both_parts_of_the_loss() -> None:
+    """The other class far on its own side leaves log(1 + 0)."""
+    labels, ids = torch.tensor([1.0, -1, 1, -1]), torch.zeros(4, dtype=torch.int64)
+    for logits, part in (([0.3, -1e3, 0.1, -1e3], 0.861852), ([1e3, -0.1, 1e3, 0.2], 1.197116)):
+        found = row_losses(torch.tensor(logits).double(), labels, ids, temperature=0.5, form="anchored").sum()
+        assert float(found) == pytest.approx(part, abs=6e-7)
+
+
 def test_first_update() -> None:
     """Unmoved weights: the loss is no measure of progress, and the gradient is 1 / (tau (1 + rows of the class))."""
     given = changes(0.0)

@@ -47,6 +47,35 @@ def test_a_prompt_of_one_row() -> None:
     close(task_advantages(rewards, prompts, tasks), [0, 0.866024, -0.866024, -0.866024, 0.866024])
 
 
+def test_the_threshold_lies_between_the_prompt_s_mean_and_the_task_s() -> None:
+    """Means .69 and .01, of the task .35: thresholds .622 and .078, which two rewards pass and none; the own mean passes one each."""
+    rewards = torch.tensor([0.6, 0.62, 0.64, 0.9, 0, 0, 0, 0.04], dtype=torch.float64)
+    prompts, task = torch.arange(8) // 4, torch.zeros(8, dtype=torch.int64)
+    plain = task_advantages(rewards, prompts, task, gamma=None)
+    close(plain[:1] * 0.100665, [-0.09])
+    up, half = 1.648721, 0.5
+    both = torch.tensor([1, 1, 1, 1, 1 / up, 1 / up, 1 / up, up], dtype=torch.float64)
+    close(task_advantages(rewards, prompts, task) / plain, both)
+    own = torch.tensor([-1, -1, -1, 1, -1, -1, -1, 1], dtype=torch.float64)
+    close(task_advantages(rewards, prompts, task, smoothing=1.0) / plain, (own * (half - 0.25)).exp())
+
+
+def test_without_smoothing_the_threshold_is_the_task_s_mean() -> None:
+    """.425 in the second task: three of the first prompt's rewards pass, and none of the second's."""
+    plain = task_advantages(REWARDS[8:], PROMPTS[:8], TASKS[:8], gamma=None)
+    found = task_advantages(REWARDS[8:], PROMPTS[:8], TASKS[:8], smoothing=0.0)
+    rates = torch.tensor([0.75] * 4 + [0.0] * 4, dtype=torch.float64)
+    close(found / plain, (plain.sign() * (0.5 - rates)).exp())
+
+
+@pytest.mark.parametrize(("reward", "factor"), [(0.7, 0.606531), (0.2, 1.648721)])
+def test_a_single_row_is_judged_by_the_task_s_mean(reward: float, factor: float) -> None:
+    """As the authors do: mean 0, variance 1, so scale .816497 and threshold .25; both ends of the factor."""
+    rewards, prompts = torch.tensor([reward, 1, 0, 0, 1], dtype=torch.float64), torch.tensor([0, 1, 1, 1, 1])
+    found = task_advantages(rewards, prompts, torch.zeros(5, dtype=torch.int64), single_row="reference")
+    close(found[:2], [reward / 0.816497 * factor, 0.5 / 0.816497])
+
+
 def test_flat_prompts() -> None:
     """Exactly 0 with float residues, and the scale of the task is lowered; a task of flat prompts alone gives 0."""
     rewards = torch.tensor([1, 0, 0, 1, *[0.1 + 0.2] * 2, 0.3, 0.3], dtype=torch.float64)

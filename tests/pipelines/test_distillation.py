@@ -212,6 +212,24 @@ def test_mixed_rewards_add_up_before_the_clamp(tmp_path: Path, teachers: Any) ->
     assert float(total / count) == pytest.approx(float(kl[left].mean()))
 
 
+def test_a_normalised_kl_meets_normalised_advantages_of_the_task(tmp_path: Path, teachers: Any) -> None:
+    options = {"teachers": both(teachers), "reward_mode": "mixed", "opd_reward": "detached", "anchor_beta": 0.0}
+    made = trainer(tmp_path, {**options, "kl_norm": "global", "kl_scale": -3.0})
+    rows = rows_of(made)
+    units = torch.arange(rows.rollouts.num_units)
+    log_prob = made.policy.log_prob(rows.rollouts, units)
+    micro = make_micro(made.stack, rows, units, log_prob, made.state)
+    loss, _ = made.stack.surrogate(micro, made.state)
+    target = made.stack.methods["flow_opd"]._targets(micro, made.state)
+    assert log_prob.mean is not None
+    assert log_prob.kl_std is not None
+    kl = ((log_prob.mean - target).square().flatten(2).mean(2) / (2 * log_prob.kl_std.square())).detach()
+    task = rows.advantages[:, None].expand_as(kl).clamp(-5, 5)
+    one, other = ((x - x.mean(0)) / (x.std(0) + 1e-4) for x in (task, kl))
+    assert float(one.std(0)[0]) == pytest.approx(1, abs=1e-3)
+    torch.testing.assert_close(loss.detach(), -(one - 3.0 * other).clamp(-5, 5), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("form", ["direct", "released", "sampled", "detached"])
 def test_the_split_into_micro_batches_and_steps_changes_nothing(tmp_path: Path, teachers: Any, form: str) -> None:
     options = {"teachers": both(teachers), "anchor": teachers["left"], "opd_reward": form}

@@ -160,7 +160,7 @@ def test_nft_published_hyperparameters() -> None:
         assert (made.advantage.scope, made.advantage.std, made.advantage.clip) == ("batch", "population", 5.0)
         assert (made.kl.beta, made.kl.estimator, made.sampling["guidance"]) == (1e-4, "velocity", 1.0)
         assert (made.sampling["solver"], made.eval.sampling) == ("dpm", {"solver": "ode", "steps": 40})
-    assert [made.sampling["steps"] for made in (geneval, ocr, multi)] == [10, 10, 25]
+    assert [made.sampling["steps"] for made in (geneval, ocr, multi)] == [10, 10, 40]
     assert [made.method[0]["diffusion_nft"]["strength"] for made in (geneval, ocr, multi)] == [1.0, 0.1, 0.1]
     assert [made.train.updates_per_step for made in (geneval, ocr, multi)] == [1, 2, 1]
     assert set(multi.rewards) == {"pickscore", "hps_v2", "clip_score"}

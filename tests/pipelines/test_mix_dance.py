@@ -363,6 +363,11 @@ def test_published_hyperparameters() -> None:
         plan("dancegrpo_sd35_medium").stack.methods["dancegrpo"].units_per_row(plan("dancegrpo_sd35_medium").sampling)
         == 9
     )
+    lora = plan("dancegrpo_lora_flux1_dev")
+    assert lora.stack.methods["dancegrpo"].units_per_row(lora.sampling) == 6
+    assert lora.config.model.lora is not None
+    assert (lora.config.model.lora.rank, lora.config.model.lora.alpha, lora.config.train.steps) == (128, 256, 301)
+    assert (lora.config.train.updates_per_step, lora.config.train.optimizer.lr) == (1, 3e-4)
     best = plan("dancegrpo_best_of_n_sd35_medium").config
     assert (best.train.group_size, best.method[1]) == (24, {"best_of_n": {"keep": 8}})
     for config in (mix, dance, best):

@@ -99,6 +99,17 @@ def test_published_hyperparameters() -> None:
     assert flux.model.lora is not None
     assert (flux.model.lora.rank, flux.model.lora.alpha, flux.kl.beta) == (64, 128, 0.0)
     assert flux.eval.sampling["steps"] == 28
+    fast = plan("flow_grpo_fast_flux1_dev_pickscore").config
+    assert (fast.sampling["steps"], fast.sampling["solver"], fast.sampling["noise_scale"]) == (6, "cps", 0.8)
+    assert (fast.method, fast.advantage.scope) == ([{"flow_grpo": {"window": 3, "window_high": 3}}], "group")
+    assert (fast.ratio.clip_low, fast.ratio.clip_high, fast.kl.beta) == (1e-5, 1e-5, 0.0)
+    assert (fast.model, fast.train, fast.eval) == (flux.model, flux.train, flux.eval)
+    assert set(v.rewards) == {"hps_v2", "pickscore", "clip_score"}
+    v_flux = plan("v_grpo_flux1_dev").config
+    assert (v_flux.sampling["steps"], v_flux.sampling["solver"], v_flux.train.steps) == (16, "dpm", 300)
+    assert (v_flux.train.prompts_per_step, v_flux.train.group_size, v_flux.model.lora) == (32, 12, None)
+    assert (v_flux.ratio.clip_low, v_flux.advantage.soft_clip, v_flux.train.optimizer.lr) == (6e-3, 3.0, 1e-5)
+    assert set(v_flux.rewards) == {"hps_v2", "pickscore", "image_reward", "unified_reward"}
     student = runs("flow_opd_sd35_medium")[-1]
     assert (student.train.prompts_per_step, student.train.group_size, student.train.updates_per_step) == (16, 16, 2)
     assert student.method[1]["flow_opd"]["anchor_beta"] == 0.04
