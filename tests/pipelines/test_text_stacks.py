@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 import tiny_sd3
-from toy_run import toy_config, toy_trainer
+from toy_run import gradient, move, prepared, toy_config, toy_trainer
 
 from visual_grpo.api import plan
 from visual_grpo.build import build_trainer
@@ -22,6 +22,7 @@ from visual_grpo.config import to_yaml
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig
+from visual_grpo.pipelines.text.fg_expo import kl_factor
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.trainer import Trainer
@@ -256,6 +257,24 @@ def test_the_kl_follows_the_accuracy_and_the_table_its_questions(tmp_path: Path)
     assert set(rates[even].tolist()) <= {0.5, 0.25}
     assert set(rates[~even].tolist()) <= {0.5, 0.75}
     assert "fg_expo/kl_beta" not in metrics  # nothing was left to train
+
+
+def test_the_loss_holds_the_kl_at_the_factor_of_the_accuracy(tmp_path: Path) -> None:
+    """All answers right: no advantage, and GRPO with its KL coefficient times 0.880797."""
+    found = []
+    for method, beta in (("grpo", 0.5 * kl_factor(1.0)), ("fg_expo", 0.5)):
+        (tmp_path / method).mkdir()
+        over = {"kl": {"beta": beta}, "loss": {"aggregation": "token_mean"}}
+        trainer = toy_trainer(tmp_path / method, method=method, **FLOAT64, **over)
+        rows, advantages = prepared(trainer, torch.ones(32))
+        assert bool((advantages == 0).all())
+        move(trainer)
+        found.append(gradient(trainer, rows))
+        trainer.suite.close()
+        trainer.writer.close()
+    assert found[0][1] > 1e-4
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-12)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=1e-12)
 
 
 def test_a_resumed_run_draws_the_same_questions(tmp_path: Path) -> None:
