@@ -5,8 +5,8 @@ random share of them is trained, drawn anew for each sample; a prompt's samples 
 group's (Bessel, eps 1e-8), the advantage is clamped to 5, the clip range is 1e-4. The selection of the best and worst samples of
 the video runs is a method of its own: `[dancegrpo, best_of_n]`.
 Departures: the two rewards of the video runs are added as advantages, which equals the published sum of two losses wherever
-nothing is clipped; levels reach the network exact, not cut to integer timesteps; a failed reward drops the row; statistics without
-the lowest rewards, off in the published scripts, are left out.
+nothing is clipped; levels reach the network exact, not cut to integer timesteps; a failed reward drops the row;
+statistics without the lowest rewards, off in the published scripts, are left out.
 """
 
 from __future__ import annotations

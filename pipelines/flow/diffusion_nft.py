@@ -315,7 +315,11 @@ def diffusion_nft_sd35_medium_ocr() -> RunConfig:
 
 
 def diffusion_nft_sd35_medium_multi() -> RunConfig:
-    """DiffusionNFT, SD3.5-medium, three preference rewards: strength 0.1, the paper's 40 steps (its code: 25)."""
+    """DiffusionNFT, SD3.5-medium, three preference rewards: strength 0.1, the paper's 40 steps (its code: 25).
+
+    The first of the paper's five stages; then GenEval beside the three (300 iterations), the three (200), GenEval (200) and OCR
+    (100; decay limit 0.95) beside them.
+    """
     return _paper(
         "diffusion_nft_sd35_medium_multi",
         "DiffusionNFT on SD3.5-medium, PickScore + HPSv2.1 + CLIPScore",

@@ -56,8 +56,8 @@ class FlowOpdConfig(MethodConfig):
     kl_scale: float = Field(-1.0, lt=0, description="factor of the KL as a reward")
     kl_norm: Literal["none", "per_sample", "per_timestep", "global"] = Field(
         "none",
-        description="z-score of the KL as a reward (and, in mixed, of the task's advantages); the code makes all three alike, over "
-        "the rows of a micro-batch at each step, so the result depends on train.micro_batch",
+        description="z-score of the KL as a reward (and, in mixed, of the task's advantages); the code makes all three alike, "
+        "over the rows of a micro-batch at each step, so the result depends on train.micro_batch",
     )
     anchor: str | None = Field(
         None, description="exported weights of the anchor; null = the base of the LoRA, or the start of full weights"

@@ -7,7 +7,8 @@ log-probs. A plug-in: put it behind `flow_grpo` or another method of flow models
 The ratio compares new and old weights under the same caption, so it is 1 before the first update; for later updates the old
 log-probs of the added rows are computed once after the rollout. The paper's code was not published when this was written; these
 are choices: same-caption ratio, equal weight of views (`view_weight`), std inside each view, all views trained at every step (the
-training forwards grow by 1 + captions). Held in memory: the transitions once for each view.
+training forwards grow by 1 + captions), no bound on how far a caption may lie from the prompt. Held in memory: the transitions
+once for each view.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def dapo_text_tiny() -> RunConfig:
 def dapo_qwen2_5_7b() -> RunConfig:
     """DAPO on Qwen2.5-7B: the paper's settings (512 prompts x 16, lr 1e-6, 16,384 + 4,096 tokens, 16 updates a rollout).
 
-    The paper scores answers -1 or 1, `math_verify` 0 or 1: half the penalty gives the same advantages.
+    The paper trains Qwen2.5-32B. It scores answers -1 or 1, `math_verify` 0 or 1: half the penalty gives the same advantages.
     """
     return RunConfig(
         name="dapo_qwen2_5_7b",

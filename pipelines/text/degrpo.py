@@ -191,7 +191,10 @@ def degrpo_text_tiny() -> RunConfig:
 
 
 def degrpo_thinkless_1_5b() -> RunConfig:
-    """DeGRPO on the warmed-up Thinkless-1.5B: 128 prompts x 8, two updates, 24,576 tokens; 300 steps of the reproduction."""
+    """DeGRPO on the warmed-up Thinkless-1.5B: 128 prompts x 8, two updates, 24,576 tokens; 300 steps of the reproduction.
+
+    It goes on for 180 steps with `think_right` 0.8.
+    """
     return RunConfig(
         name="degrpo_thinkless_1_5b",
         summary="DeGRPO on Thinkless-1.5B-Warmup, the reference's settings",

@@ -181,7 +181,7 @@ def fg_expo_text_tiny() -> RunConfig:
 def fg_expo_r1_distill_qwen_1_5b() -> RunConfig:
     """FG-ExPO on DeepSeek-R1-Distill-Qwen-1.5B and DAPO-17K, the paper's settings: 256 questions x 8, 30 epochs, KL 0.02.
 
-    An epoch is counted as |D| / B steps, since a weighted draw has none.
+    An epoch is counted as |D| / B steps, since a weighted draw has none. Qwen3-8B-Base has the same settings.
     """
     return RunConfig(
         name="fg_expo_r1_distill_qwen_1_5b",

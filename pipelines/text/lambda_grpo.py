@@ -5,7 +5,8 @@ and all tokens before it, so that a beginning that k answers share is pushed onc
 tokens. Without a shared beginning it is GRPO, bit for bit. Default aggregation: the paper's token mean; the authors' code takes
 `loss.aggregation=sequence_mean_token_mean`.
 Departures: answers whose reward failed are dropped by the loop before the tree is built (rows that no reward applies to stay in
-it); an answer is not cut where its box closes, as the script does; tokens that are drawn together (a unit tag `scale`) are shared where all earlier scales and the token itself are equal.
+it); answers go on after their box has closed, where the script cuts them; tokens that are drawn together (a unit tag `scale`) are
+shared where all earlier scales and the token itself are equal.
 """
 
 from __future__ import annotations

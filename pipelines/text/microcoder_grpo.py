@@ -257,7 +257,10 @@ def microcoder_grpo_text_tiny() -> RunConfig:
 
 
 def microcoder_grpo_qwen3_4b() -> RunConfig:
-    """MicroCoder-GRPO on Qwen3-4B-Instruct-2507: 64 problems, temperature 1.2, 4,096 tokens; 8 answers, lr, updates are ours."""
+    """MicroCoder-GRPO on Qwen3-4B-Instruct-2507: 64 problems, temperature 1.2, 4,096 tokens; 8 answers, lr, updates are ours.
+
+    The paper also trains with 8,192 tokens, and a model of 8 B with 16,384.
+    """
     return RunConfig(
         name="microcoder_grpo_qwen3_4b",
         summary="MicroCoder-GRPO on Qwen3-4B-Instruct-2507, the paper's settings",

@@ -168,6 +168,7 @@ def tmn_reweight_text_tiny() -> RunConfig:
 def tmn_reweight_qwen3_4b() -> RunConfig:
     """TMN-Reweight on Qwen3-4B, the launch script's settings: 128 prompts x 16, dynamic sampling, dual clip 3, lr 2e-6.
 
+    The script draws 512 prompts at once to fill a batch of 128; here it is 128 at a time, at most 32 times.
     Prompts of up to 163,840 tokens, answers of 16,384. A row of the prompt set names its `task`; the paper maps 25 tasks to 9
     kinds of reward, of which these three stand for exact answers, mathematics and free text.
     """

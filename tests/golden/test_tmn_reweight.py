@@ -48,7 +48,7 @@ def test_a_prompt_of_one_row() -> None:
 
 
 def test_the_threshold_lies_between_the_prompt_s_mean_and_the_task_s() -> None:
-    """Means .69 and .01, of the task .35: thresholds .622 and .078, which two rewards pass and none; the own mean passes one each."""
+    """Means .69 and .01, the task's .35: thresholds .622 and .078, passed by two rewards and by none; an own mean by one."""
     rewards = torch.tensor([0.6, 0.62, 0.64, 0.9, 0, 0, 0, 0.04], dtype=torch.float64)
     prompts, task = torch.arange(8) // 4, torch.zeros(8, dtype=torch.int64)
     plain = task_advantages(rewards, prompts, task, gamma=None)
