@@ -116,7 +116,8 @@ def flow_sde_step(
         sigma_next: next noise level, number or [N], in [0, sigma).
         noise_scale: 0.7 in the paper; 0 gives the ODE step (std 0, no log-prob).
         sigma_max: the schedule's second level, `sigmas[1]`; stands for sigma in `1 - sigma` where sigma is exactly 1
-            (and only there, and only in s), which would divide by zero.
+            (only in s), which would divide by zero. In the first step of a schedule that begins nearer to 1 than that
+            step is long (SANA's at 0.9997) `1 - sigma` is the step's length: its std would be 7 otherwise.
 
     Returns:
         `Transition`; `std` and `kl_factor` are [N].
@@ -136,7 +137,8 @@ def flow_sde_step(
     largest = per_row(sigma_max, latents, "sigma_max").reshape(-1).expand_as(level)
     if not bool((largest < 1).all()):
         raise ValueError(f"sigma_max must be below 1 (pass sigmas[1], the level after the first), got {sigma_max}")
-    rest = 1 - torch.where(level == 1, largest, level)
+    near = (1 - level).maximum(torch.where(next_level >= largest, level - next_level, 0.0))
+    rest = torch.where(level == 1, 1 - largest, near)
     return _sde_step(latents, flow, level, next_level, noise_scale * (level / rest).sqrt())
 
 

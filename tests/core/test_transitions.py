@@ -151,6 +151,18 @@ def test_cps_log_prob_drops_variance_and_constants() -> None:
     torch.testing.assert_close(transition_log_prob(transition, sampled, "none"), expected)
 
 
+def test_a_schedule_that_begins_just_below_one_has_a_first_step_like_one_that_begins_at_one() -> None:
+    """SANA's begins at 0.9997: noise scale 0.7 is the first step's std, and latents shrink by 0.7^2 / 2."""
+    x = inputs()[0]
+    for first in (1.0, 0.99966645, 0.9999):
+        step = flow_sde_step(x, torch.zeros_like(x), first, 0.9639411, noise_scale=0.7, sigma_max=0.9639411)
+        torch.testing.assert_close(step.std, torch.full_like(step.std, 0.7), rtol=2e-4, atol=0)
+        torch.testing.assert_close(step.mean, 0.755 * x, rtol=2e-4, atol=0)
+    # A first level that leaves as much room as the step is long (UNets begin near 0.93) is no exception.
+    step = flow_sde_step(x, torch.zeros_like(x), 0.93, 0.9, noise_scale=0.7, sigma_max=0.9)
+    torch.testing.assert_close(step.std, torch.full_like(step.std, 0.7 * (0.93 / 0.07 * 0.03) ** 0.5))
+
+
 def test_kl_exact_sum_is_the_kl_and_the_code_form_drops_dt() -> None:
     x, velocity, _ = inputs()
     new, ref = STEPS["flow"](x, velocity, 0.6, 0.4), STEPS["flow"](x, velocity + 0.1, 0.6, 0.4)
