@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, overload
 from visual_grpo.config import RunConfig, merge, resolve, to_yaml, validate
 from visual_grpo.config_stages import PipelineConfig
 from visual_grpo.config_text import dotted, key_parts, load_yaml, parse_overrides
-from visual_grpo.errors import UnknownNameError, UserError, did_you_mean
+from visual_grpo.errors import UnknownNameError, UserError
 from visual_grpo.option_types import check_types
 
 if TYPE_CHECKING:
-    from visual_grpo.stack import MethodStack
     from visual_grpo.stage_runs import PipelineResult
     from visual_grpo.stages import PipelinePlan
     from visual_grpo.trainer import Result
@@ -107,6 +106,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     from visual_grpo.adapters.protocol import PolicyAdapter
     from visual_grpo.batching import check_geometry
     from visual_grpo.distributed import launched_processes
+    from visual_grpo.plan_checks import check_loss, check_rewards, check_sampling, check_surrogate
     from visual_grpo.registry import ADAPTERS
     from visual_grpo.selection import check_selection
     from visual_grpo.stack import MethodStack, method_class, named_methods
@@ -152,70 +152,14 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     for check in stack.methods.values():
         check.check(config, sampling)
     check_geometry(config.train, launched_processes(), needs)
-    check_loss(config, adapter.unit_kinds & needs.unit_kinds, sampling)
-    check_rewards(config, stack)
-    check_cispo(config)
+    check_loss(config, stack, adapter.unit_kinds & needs.unit_kinds, sampling)
+    check_surrogate(config, stack.provider("surrogate"))
+    check_sampling(config, adapter.unit_kinds & needs.unit_kinds, sampling, eval_sampling)
+    check_rewards(config, stack.provider("advantages"))
     check_trackers(config.track)
     made = Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
     check_selection(config, media=made.media)
     return made
-
-
-def check_loss(config: RunConfig, unit_kinds: Any, sampling: Any) -> None:
-    """Refuse settings of the loss that do not fit what is replayed: `unit_kinds` that the adapter and the methods share.
-
-    Raises:
-        UserError: naming the key and what fits.
-    """
-    if config.kl.beta > 0 and config.kl.estimator == "gaussian" and "transition" not in unit_kinds:
-        raise UserError(
-            "kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs"
-        )
-    denoises = bool(unit_kinds & {"transition", "noise_pair"})
-    if config.kl.beta > 0 and config.kl.estimator in ("prediction", "velocity") and not denoises:
-        raise UserError(f"kl.estimator={config.kl.estimator} needs a denoising model; use kl.estimator=k3 for tokens")
-    if config.kl.importance and config.kl.estimator in ("gaussian", "prediction", "velocity"):
-        raise UserError(
-            f"kl.importance corrects estimates from log-probs (k1, k2, k3), and kl.estimator={config.kl.estimator} is none: "
-            "leave it out"
-        )
-    lengths = config.loss.aggregation in ("fixed_length", "token_sum_over_length")
-    if lengths and config.loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
-        raise UserError(
-            f"loss.aggregation={config.loss.aggregation} divides by a length, and this model's sampler has no limit: set "
-            "loss.max_length"
-        )
-
-
-def check_rewards(config: RunConfig, stack: MethodStack) -> None:
-    """Refuse a run without a reward to train on, or with a combination that cannot work.
-
-    The names are looked up when the suite is built, before the model.
-    """
-    from visual_grpo.combination import check_combination
-
-    if all(reward.eval_only for reward in config.rewards.values()):
-        raise UserError(
-            "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
-        )
-    for name, reward in config.rewards.items() if config.data.sources else ():
-        wanted = (reward.applies or {}).get("task", [])
-        for task in wanted if isinstance(wanted, list) else [wanted]:
-            if task not in config.data.sources:
-                raise UserError(
-                    f"rewards.{name}.applies names task {task!r}, but data.sources has "
-                    f"{', '.join(config.data.sources)}.{did_you_mean(str(task), config.data.sources)}"
-                )
-    check_combination(config, stack.provider("advantages"))
-
-
-def check_cispo(config: RunConfig) -> None:
-    """Refuse the default clip range as CISPO's cap: it would cut every ratio to 0.2, also those of an unchanged policy."""
-    if config.loss.surrogate == "cispo" and config.ratio.clip_high < 1:
-        raise UserError(
-            f"loss.surrogate=cispo reads ratio.clip_high ({config.ratio.clip_high:g}) as the cap of the ratio itself; below 1 it "
-            "cuts every ratio, also that of an unchanged policy. Set ratio.clip_high=5 (its usual value)"
-        )
 
 
 def nested_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:

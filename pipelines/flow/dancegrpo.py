@@ -70,6 +70,11 @@ class DanceGrpo(Method[DanceGrpoConfig]):
             raise UserError(
                 f"dancegrpo trains noisy steps, but sampling.solver is {sampling.solver!r}; use dance_sde, flow_sde or cps"
             )
+        if sampling.tail_ratio is not None:
+            raise UserError(
+                "sampling.tail_ratio shortens the steps after the last noisy one, and dancegrpo has noise on all but the last: "
+                "leave it out, or use mixgrpo"
+            )
         if self.units_per_row(sampling) < 1:
             raise UserError(
                 f"method.dancegrpo.fraction ({self.config.fraction:g}) of the {sampling.steps - 1} steps before the last is less "

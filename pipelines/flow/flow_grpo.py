@@ -67,6 +67,17 @@ class FlowGrpo(Method[FlowGrpoConfig]):
             )
         if self.config.window is not None:
             self._window(sampling.steps, None)
+            return
+        if self.config.window_low or self.config.window_high is not None:
+            raise UserError(
+                "method.flow_grpo.window_low and window_high say where the window may lie, but window is null (all steps but the "
+                "last): set window, or leave them out"
+            )
+        if sampling.tail_ratio is not None:
+            raise UserError(
+                "sampling.tail_ratio shortens the steps after the window, and without method.flow_grpo.window all steps but the "
+                "last are noisy: set window, or leave tail_ratio out"
+            )
 
     def units_per_row(self, sampling: Any) -> int:
         """The window, or all steps but the last."""

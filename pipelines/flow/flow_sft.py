@@ -44,7 +44,10 @@ class FlowSft(Method[FlowSftConfig]):
 
     Config: ClassVar[type[MethodConfig]] = FlowSftConfig
     needs: ClassVar[Needs] = Needs(
-        unit_kinds=frozenset({"noise_pair"}), kinds=frozenset({"diffusion"}), single_samples=True
+        unit_kinds=frozenset({"noise_pair"}),
+        kinds=frozenset({"diffusion"}),
+        single_samples=True,
+        compares_rewards=False,
     )
     defaults: ClassVar[Mapping[str, Any]] = {
         "sampling": {"solver": "ode"},
@@ -54,6 +57,8 @@ class FlowSft(Method[FlowSftConfig]):
 
     def check(self, run: RunConfig, sampling: Any) -> None:
         """Every task needs a teacher, where there are teachers."""
+        if not sampling.self_normalize:
+            raise UserError("flow_sft fits velocities, which are never divided; leave sampling.self_normalize out")
         if self.config.teachers:
             check_teachers("flow_sft", self.config.teachers, run)
 

@@ -87,6 +87,16 @@ def moved(start: int, count: int, high: int, config: MixGrpoConfig) -> tuple[int
     return start, 0
 
 
+def unread_options(order: str) -> tuple[str, ...]:
+    """Options that mean nothing where the window moves by `order`."""
+    moves = ("shift_every", "stride", "roll_back", "shrink") if order == "random" else ()
+    return moves if order == "exp_decay" else (*moves, "decay_from", "decay_rate")
+
+
+def _changed(config: MixGrpoConfig, key: str) -> bool:
+    return bool(getattr(config, key) != type(config).model_fields[key].default)
+
+
 class MixGrpo(Method[MixGrpoConfig]):
     """The window: sampling by it, and its state."""
 
@@ -127,6 +137,11 @@ class MixGrpo(Method[MixGrpoConfig]):
             raise UserError(
                 f"mixgrpo moves its window within steps 0..{high - 1}, but sampling.steps is {sampling.steps} and the last step "
                 "is never noisy: use sampling.steps of 3 or more, or method.mixgrpo.window_high of at most sampling.steps - 1"
+            )
+        unread = [key for key in unread_options(self.config.order) if _changed(self.config, key)]
+        if unread:
+            raise UserError(
+                f"method.mixgrpo.order={self.config.order} does not read {' and '.join(unread)}: leave it out, or use another order"
             )
 
     def units_per_row(self, sampling: Any) -> int:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from visual_grpo.config import (
@@ -65,6 +65,17 @@ class VipoConfig(MethodConfig):
     pooling: Literal["variance", "average", "first_pc"] = Field("variance", description="how components are joined")
     mean_one: bool = Field(False, description="divide each map by its mean, so that the step does not shrink")
     advantage_clip: float | None = Field(5.0, gt=0, description="clamp of the advantages after the map")
+
+    @model_validator(mode="after")
+    def _options_of_the_source(self) -> VipoConfig:
+        """What another source reads would do nothing."""
+        owners = {"model": "dinov2", "edge": "dinov2", "patch": "colours"}
+        shape = ("components", "smoothing", "orient", "pooling", "mean_one") if self.maps == "ones" else ()
+        for key in (*(key for key, owner in owners.items() if owner != self.maps), *shape):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                reads = f"is of maps={owners[key]}" if key in owners else "shapes a map"
+                raise ValueError(f"{key} {reads}, but maps is {self.maps!r}, which does not read it: leave it out")
+        return self
 
 
 class Vipo(Method[VipoConfig]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from visual_grpo.adapters.protocol import SamplingConfig
+from visual_grpo.errors import UserError
 from visual_grpo.transitions import Reduction
 
 __all__ = ["DiffusionSampling"]
@@ -63,6 +65,36 @@ class DiffusionSampling(SamplingConfig):
         if self.tail_ratio is not None and self.schedule != "linear":
             raise ValueError("tail_ratio shortens schedule 'linear': set schedule to it, and shift to 3")
         return self
+
+    def check_use(self, unit_kinds: Collection[str]) -> None:
+        """See `SamplingConfig.check_use`."""
+        if "transition" not in unit_kinds and self.reduction != "mean":
+            raise UserError(
+                f"sampling.reduction ({self.reduction}) is of a noisy step's log-prob, and this method trains noise pairs: leave "
+                "it out"
+            )
+        if "noise_pair" not in unit_kinds and not self.self_normalize:
+            raise UserError(
+                "sampling.self_normalize is of noise pairs, and this method trains noisy steps: leave it out"
+            )
+        if self.tail_ratio is not None and self.deterministic:
+            raise UserError(
+                f"sampling.tail_ratio shortens what comes after the last noisy step, and solver {self.solver!r} has none: use "
+                "fewer sampling.steps"
+            )
+        if self.negative_prompt and self.guidance == 1:
+            raise UserError(
+                f"sampling.negative_prompt {self.negative_prompt!r} is read by guidance alone, and sampling.guidance is 1 (none): "
+                "raise it, or leave the negative prompt out"
+            )
+
+    def check_evaluation(self, given: Mapping[str, Any]) -> None:
+        """See `SamplingConfig.check_evaluation`."""
+        if given.get("tail_ratio") is not None and self.deterministic:
+            raise UserError(
+                f"eval.sampling.tail_ratio shortens what comes after the last noisy step, and solver {self.solver!r} has none: "
+                "use fewer eval.sampling.steps"
+            )
 
     @property
     def deterministic(self) -> bool:

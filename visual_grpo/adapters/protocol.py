@@ -7,7 +7,7 @@ distribution or checkpoint code: `Policy` adds those for all families alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,20 @@ class SamplingConfig(Section):
     def replays_the_sampler(self) -> bool:
         """Whether `log_prob` scores the distribution that was sampled; if not, the first ratio is not 1."""
         return True
+
+    def check_use(self, unit_kinds: Collection[str]) -> None:
+        """Refuse options that nothing reads in a training on units of these kinds.
+
+        Raises:
+            UserError: naming the key.
+        """
+
+    def check_evaluation(self, given: Mapping[str, Any]) -> None:
+        """Refuse what `given` (the keys of `eval.sampling`) asks for and these options, those of evaluations, do not do.
+
+        Raises:
+            UserError: naming the key.
+        """
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,77 @@
+"""An option that a method, a sampler or a loss would not read is refused, and so is a combination that cannot work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toy_flow import flow_config
+
+from visual_grpo.api import plan
+from visual_grpo.errors import UserError
+
+
+def opd(**options: Any) -> list[Any]:
+    return ["flow_grpo", {"flow_opd": {"teachers": {"t": "weights"}, **options}}]
+
+
+@pytest.mark.parametrize(
+    ("method", "over", "message"),
+    [
+        # of the loss
+        (["diffusion_nft"], {"loss": {"surrogate": "sapo"}}, "'diffusion_nft' has a loss of its own, .* loss.surrogate"),
+        (["flow_sft"], {"ratio": {"dual_clip": 3.0}}, "'flow_sft' has a loss of its own, .* ratio.dual_clip"),
+        (opd(), {"ratio": {"level": "sequence"}}, "'flow_opd' has a loss of its own, .* ratio.level"),
+        (opd(), {"ratio": {"delta": 2.0}, "loss": {"surrogate": "vespo"}}, "ratio.delta and loss.surrogate"),
+        ("mixgrpo", {"loss": {"surrogate": "sapo"}, "ratio": {"dual_clip": 3.0}}, "bounds the ratio of .*clipped"),
+        ("mixgrpo", {"loss": {"surrogate": "vespo"}, "ratio": {"level": "sequence"}}, "reads no ratio.level"),
+        ("mixgrpo", {"loss": {"max_length": 9}}, "loss.max_length is the divisor of fixed_length"),
+        ("mixgrpo", {"loss": {"mask_truncated": True}}, "pictures have none"),
+        # of the sampler
+        ("v_grpo", {"sampling": {"reduction": "sum"}}, r"sampling.reduction \(sum\) is of a noisy step"),
+        ("diffusion_nft", {"sampling": {"reduction": "channel_mean"}}, "this method trains noise pairs"),
+        ("flow_grpo", {"sampling": {"self_normalize": False}}, "self_normalize is of noise pairs"),
+        ("diffusion_nft", {"sampling": {"self_normalize": False}}, "always divides"),
+        ("flow_sft", {"sampling": {"self_normalize": False}}, "never divided"),
+        (
+            "diffusion_nft",
+            {"sampling": {"schedule": "linear", "shift": 3.0, "tail_ratio": 0.4}},
+            "solver 'dpm' has none",
+        ),
+        ("flow_grpo", {"sampling": {"schedule": "linear", "shift": 3.0, "tail_ratio": 0.4}}, "flow_grpo.window"),
+        ("dancegrpo", {"sampling": {"tail_ratio": 0.4}}, "dancegrpo has noise on all but the last"),
+        ("mixgrpo", {"eval": {"sampling": {"tail_ratio": 0.4}}}, "eval.sampling.tail_ratio"),
+        ("flow_grpo", {"sampling": {"negative_prompt": "ugly"}}, "sampling.guidance is 1"),
+        # of the methods
+        ({"flow_grpo": {"window_high": 3}}, {}, "window is null"),
+        ({"flow_grpo": {"window_low": 1}}, {}, "window is null"),
+        ({"mixgrpo": {"order": "random", "shift_every": 3, "roll_back": True}}, {}, "shift_every and roll_back"),
+        ({"mixgrpo": {"decay_rate": 0.5}}, {}, "order=progressive does not read decay_rate"),
+        (["flow_grpo", {"vipo": {"maps": "colours", "edge": 28}}], {}, "edge is of maps=dinov2"),
+        (["flow_grpo", {"vipo": {"maps": "dinov2", "patch": 5}}], {}, "patch is of maps=colours"),
+        (["flow_grpo", {"vipo": {"maps": "ones", "components": 2}}], {}, "components shapes a map"),
+    ],
+)
+def test_what_nothing_would_read_is_refused(tmp_path: Path, method: Any, over: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(flow_config(tmp_path, method, **over))
+
+
+@pytest.mark.parametrize(
+    ("method", "over"),
+    [
+        ("v_grpo", {"sampling": {"self_normalize": False}}),
+        ("flow_grpo", {"sampling": {"negative_prompt": "ugly", "guidance": 4.0}}),
+        ("mixgrpo", {"sampling": {"tail_ratio": 0.4}}),
+        ({"flow_grpo": {"window": 2}}, {"sampling": {"schedule": "linear", "shift": 3.0, "tail_ratio": 0.4}}),
+        ({"mixgrpo": {"order": "exp_decay", "decay_rate": 0.5, "shift_every": 3}}, {}),
+        ("flow_grpo", {"loss": {"surrogate": "sapo"}, "ratio": {"level": "sequence"}}),
+        ("flow_grpo", {"loss": {"aggregation": "fixed_length", "max_length": 5}}),
+    ],
+)
+def test_what_is_read_is_not(tmp_path: Path, method: Any, over: dict[str, Any]) -> None:
+    plan(flow_config(tmp_path, method, **over))

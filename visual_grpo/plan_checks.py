@@ -1,0 +1,116 @@
+"""What a resolved config must not ask for: settings that do not fit one another, and settings that nothing would read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from visual_grpo.adapters.protocol import SamplingConfig
+from visual_grpo.combination import check_combination
+from visual_grpo.config import RunConfig
+from visual_grpo.errors import UserError, did_you_mean
+from visual_grpo.stack import MethodStack
+
+__all__ = ["check_loss", "check_rewards", "check_sampling", "check_surrogate"]
+
+
+def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str], sampling: Any) -> None:
+    """Refuse settings of the loss that do not fit what is replayed: `unit_kinds` that the adapter and the methods share.
+
+    Raises:
+        UserError: naming the key and what fits.
+    """
+    kl, loss = config.kl, config.loss
+    if kl.beta > 0 and kl.estimator == "gaussian" and "transition" not in unit_kinds:
+        raise UserError(
+            "kl.estimator=gaussian needs denoising transitions; use k3 for tokens, prediction for noise pairs"
+        )
+    denoises = bool({"transition", "noise_pair"} & set(unit_kinds))
+    if kl.beta > 0 and kl.estimator in ("prediction", "velocity") and not denoises:
+        raise UserError(f"kl.estimator={kl.estimator} needs a denoising model; use kl.estimator=k3 for tokens")
+    if kl.importance and kl.estimator in ("gaussian", "prediction", "velocity"):
+        raise UserError(
+            f"kl.importance corrects estimates from log-probs (k1, k2, k3), and kl.estimator={kl.estimator} is none: leave it out"
+        )
+    if loss.mask_truncated and denoises:
+        raise UserError("loss.mask_truncated masks texts that hit a length limit; pictures have none: leave it out")
+    lengths = loss.aggregation in ("fixed_length", "token_sum_over_length")
+    if lengths and loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
+        raise UserError(
+            f"loss.aggregation={loss.aggregation} divides by a length, and this model's sampler has no limit: set "
+            "loss.max_length"
+        )
+    if loss.max_length is not None and not lengths and stack.provider("aggregate") is None:
+        raise UserError(
+            f"loss.max_length is the divisor of fixed_length and token_sum_over_length; loss.aggregation={loss.aggregation} does "
+            "not read it: leave it out"
+        )
+
+
+def check_surrogate(config: RunConfig, surrogate_by: str | None) -> None:
+    """Refuse options of the surrogate that the one in use does not read.
+
+    Args:
+        config: of the run.
+        surrogate_by: the method of the stack that has a surrogate of its own, if one does.
+
+    Raises:
+        UserError: naming the keys.
+    """
+    ratio, loss = config.ratio, config.loss
+    bounds = [f"ratio.{key}" for key in ("dual_clip", "delta") if getattr(ratio, key) is not None]
+    level = ["ratio.level"] if ratio.level != "token" else []
+    if surrogate_by is not None:
+        unread = [*bounds, *level, *(["loss.surrogate"] if loss.surrogate != "clipped" else [])]
+        if unread:
+            raise UserError(
+                f"method {surrogate_by!r} has a loss of its own, which does not read {' and '.join(unread)}: leave it out "
+                "(a method before it in the stack may have set it)"
+            )
+    elif bounds and loss.surrogate != "clipped":
+        raise UserError(
+            f"{' and '.join(bounds)} bounds the ratio of loss.surrogate=clipped; {loss.surrogate} does not read it: leave it out"
+        )
+    elif level and loss.surrogate == "vespo":
+        raise UserError(f"loss.surrogate=vespo weighs whole sequences and reads no ratio.level ({ratio.level}): use token")
+    elif loss.surrogate == "cispo" and ratio.clip_high < 1:
+        raise UserError(
+            f"loss.surrogate=cispo reads ratio.clip_high ({ratio.clip_high:g}) as the cap of the ratio itself; below 1 it "
+            "cuts every ratio, also that of an unchanged policy. Set ratio.clip_high=5 (its usual value)"
+        )
+
+
+def check_sampling(
+    config: RunConfig, unit_kinds: Collection[str], sampling: SamplingConfig, eval_sampling: SamplingConfig
+) -> None:
+    """Refuse options of the sampler that would do nothing.
+
+    Raises:
+        UserError: naming the key.
+    """
+    sampling.check_use(unit_kinds)
+    eval_sampling.check_evaluation(config.eval.sampling)
+
+
+def check_rewards(config: RunConfig, advantages_by: str | None) -> None:
+    """Refuse a run without a reward to train on, or with a combination that cannot work.
+
+    The names are looked up when the suite is built, before the model.
+
+    Args:
+        config: of the run.
+        advantages_by: the method of the stack that makes the advantages itself, if one does.
+    """
+    if all(reward.eval_only for reward in config.rewards.values()):
+        raise UserError(
+            "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
+        )
+    for name, reward in config.rewards.items() if config.data.sources else ():
+        wanted = (reward.applies or {}).get("task", [])
+        for task in wanted if isinstance(wanted, list) else [wanted]:
+            if task not in config.data.sources:
+                raise UserError(
+                    f"rewards.{name}.applies names task {task!r}, but data.sources has "
+                    f"{', '.join(config.data.sources)}.{did_you_mean(str(task), config.data.sources)}"
+                )
+    check_combination(config, advantages_by)
