@@ -38,8 +38,10 @@ class Alarms:
     `reward_failed` (share of rows whose reward failed); one that is absent raises no alarm.
     """
 
-    def __init__(self, config: AlarmConfig) -> None:
+    def __init__(self, config: AlarmConfig, *, compares_rewards: bool = True) -> None:
+        """`compares_rewards`: whether the methods learn from differences of rewards; if not, equal ones are no fault."""
         self.config = config
+        self._compares_rewards = compares_rewards
         self._lasting: dict[str, int] = {}
         self._told: dict[str, int] = {}  # step of the last warning
 
@@ -85,7 +87,7 @@ class Alarms:
                 "group), every unit is masked or clipped, or no parameter is trainable. See reward/total and flat_groups, "
                 "model.lora and model.train_layers; alarms.zero_gradient decides what happens"
             )
-        if metrics.get("flat_groups", 0.0) >= 1.0:
+        if self._compares_rewards and metrics.get("flat_groups", 0.0) >= 1.0:
             steps = self._lasting.get("flat_groups", 0) + 1
             found["flat_groups"] = (
                 f"for {steps} step{'s' if steps > 1 else ''} all groups had equal rewards, so no sample was better than "

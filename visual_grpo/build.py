@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from visual_grpo.exports import load_into
 from visual_grpo.held_out import weights_to_export
 from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
+from visual_grpo.resumption import MAY_CHANGE
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.selection import BEST
@@ -132,16 +134,36 @@ def check_disjoint(train_prompts: Any, eval_prompts: Any, config: Any) -> None:
 
 
 def run_plan(
-    plan: Plan, *, resume: bool, out: str | Path | None, root: str | Path, ranks: Ranks | None = None
+    plan: Plan,
+    *,
+    resume: bool,
+    out: str | Path | None,
+    root: str | Path,
+    ranks: Ranks | None = None,
+    moved: Sequence[str] = (),
 ) -> Result:
     """Train to the end, export the model into `model/` of the run folder and write the report.
 
-    `ranks` is the process group of a pipeline, whose stages share it; it is left open.
+    Args:
+        plan: checked.
+        resume: go on with the run in the folder.
+        out: exactly this folder, in place of one in `root` by the run's name.
+        root: the folder of all runs.
+        ranks: the process group of a pipeline, whose stages share it; it is left open.
+        moved: keys of paths into the pipeline's folder, which may lie elsewhere when the run goes on.
     """
     with nullcontext(ranks) if ranks is not None else Ranks() as ranks:
         made = None
         if ranks.main:
-            made = RunFolder.create(root, plan.config.name, config_yaml=to_yaml(plan.config), resume=resume, out=out)
+            fixed = {"train.micro_batch"} if plan.stack.passes_matter(plan.config) else set()
+            made = RunFolder.create(
+                root,
+                plan.config.name,
+                config_yaml=to_yaml(plan.config),
+                resume=resume,
+                out=out,
+                may_change=[*(key for key in MAY_CHANGE if key not in fixed), *moved],
+            )
         path = ranks.broadcast(str(made.path) if made is not None else None)
         folder = made or RunFolder(path, resumed=resume)
         try:

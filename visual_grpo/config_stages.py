@@ -89,7 +89,7 @@ def references(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from references(item, f"{key}.{number}")
-    elif isinstance(value, str) and re.match(r"stages?:/", value):
+    elif isinstance(value, str) and re.match(r"stages?:/", value, re.IGNORECASE):
         yield key, value.removeprefix(REFERENCE)
 
 

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -101,10 +101,22 @@ def load_into(policy: Policy, path: str, what: str) -> None:
             parameter.copy_(values[name])
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """The tensors of a file; UserError where it is damaged or gone."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"weights {str(file)!r} cannot be read ({error}): the file is damaged or gone; export them again, or give another"
+        ) from None
+
+
 def _read(files: Iterable[Path]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, "pt") as tensors:
+        with _opened(file) as tensors:
             out |= {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 (no mapping)
     return out
 
@@ -113,10 +125,10 @@ def _check_scale(file: Path, rank: int, alpha: int, what: str) -> None:
     """Refuse a LoRA that was trained with another alpha / rank: its layers would be scaled otherwise."""
     if file.name == LORA_FILES[1]:
         config = file.with_name("adapter_config.json")
-        values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        values = _json(config.read_text(encoding="utf-8"), config) if config.is_file() else {}
     else:
-        with safe_open(file, "pt") as tensors:
-            values = json.loads((tensors.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        with _opened(file) as tensors:
+            values = _json((tensors.metadata() or {}).get("lora_adapter_metadata", "{}"), file)
         values = {key.rpartition(".")[2]: value for key, value in values.items()}
     given = values.get("r"), values.get("lora_alpha")
     if None not in given and given != (rank, alpha):
@@ -124,6 +136,14 @@ def _check_scale(file: Path, rank: int, alpha: int, what: str) -> None:
             f"{what} was trained with rank {given[0]} and alpha {given[1]}, this run has rank {rank} and alpha {alpha}: set "
             f"model.lora.rank={given[0]} model.lora.alpha={given[1]}"
         )
+
+
+def _json(text: str, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"the settings of the LoRA in {str(file)!r} are no valid JSON ({error})") from None
+    return found if isinstance(found, dict) else {}
 
 
 def merge_exports(sources: Mapping[str, float], target: Path, folders: Mapping[str, Path]) -> Path:
@@ -140,6 +160,9 @@ def merge_exports(sources: Mapping[str, float], target: Path, folders: Mapping[s
         UserError: the sources hold different tensors (named), or tensors of different shapes.
     """
     first, *others = sources
+    for name in sources:
+        if not _tensor_files(folders[name]):
+            raise UserError(f"cannot merge {name!r}: there are no weights in {str(folders[name])!r}")
     files = {name: _tensor_files(folders[name]) for name in sources}
     keys = {name: {key for file in files[name] for key in _keys(folders[name] / file)} for name in sources}
     for name in others:
@@ -169,14 +192,14 @@ def _tensor_files(folder: Path) -> list[str]:
 
 
 def _keys(file: Path) -> list[str]:
-    with safe_open(file, "pt") as tensors:
+    with _opened(file) as tensors:
         return list(tensors.keys())
 
 
 def _mean_file(target: Path, shares: Mapping[Path, float]) -> None:
     with ExitStack() as stack:
         opened: list[tuple[Any, float]] = [
-            (stack.enter_context(safe_open(file, "pt")), share) for file, share in shares.items()
+            (stack.enter_context(_opened(file)), share) for file, share in shares.items()
         ]
         first = opened[0][0]
         out = {key: _mean(key, [(tensors.get_tensor(key), share) for tensors, share in opened]) for key in first.keys()}  # noqa: SIM118

@@ -80,7 +80,8 @@ class RunFolder:
         config_yaml: str,
         resume: bool = False,
         out: Path | str | None = None,
-        may_change: Callable[[Path], Iterable[str]] | None = None,
+        may_change: Sequence[str] = MAY_CHANGE,
+        stages_may_change: Callable[[Path], Iterable[str]] | None = None,
     ) -> RunFolder:
         """Make or find the folder of a run and write its config.yaml.
 
@@ -93,8 +94,9 @@ class RunFolder:
             config_yaml: the resolved config.
             resume: go on with a run that exists.
             out: exactly this folder, in place of `root` and `name`.
-            may_change: of a pipeline, whose stages have folders of their own in this one: given the folder, the keys that may
-                differ on a resume, in place of `MAY_CHANGE`.
+            may_change: keys that may differ on a resume.
+            stages_may_change: of a pipeline, whose stages have folders of their own in this one: given the folder, the keys
+                that may differ, in place of `may_change`.
 
         Raises:
             UserError: `out` holds a run and `resume` is off, or files of yours that a run would write over; nothing to resume;
@@ -107,7 +109,8 @@ class RunFolder:
         if out is not None and "\0" in str(out):
             raise UserError(f"--out {str(out)!r} holds a zero byte and names no folder: use another --out")
         try:
-            return cls._create(Path(root), name, config_yaml, resume, None if out is None else Path(out), may_change)
+            place = None if out is None else Path(out)
+            return cls._create(Path(root), name, config_yaml, resume, place, tuple(may_change), stages_may_change)
         except OSError as error:  # a folder on the way that may not be looked into, a name that is too long
             raise _write_error(Path(root) / name if out is None else Path(out), error) from None
 
@@ -119,11 +122,13 @@ class RunFolder:
         config_yaml: str,
         resume: bool,
         out: Path | None,
-        may_change: Callable[[Path], Iterable[str]] | None,
+        may_change: Sequence[str],
+        stages_may_change: Callable[[Path], Iterable[str]] | None,
     ) -> RunFolder:
         if resume:
             folder = cls(out if out is not None else _newest(root, name), resumed=True)
-            folder._check_resume(config_yaml, None if may_change is None else tuple(may_change(folder.path)))
+            own = may_change if stages_may_change is None else tuple(stages_may_change(folder.path))
+            folder._check_resume(config_yaml, own, pipeline=stages_may_change is not None)
         elif out is not None:
             folder = cls(out)
             if _holds_run(out):
@@ -140,25 +145,26 @@ class RunFolder:
             raise UserError(f"another process is training in {str(folder.path)!r}: stop it first, or use another --out")
         if resume:
             _sweep(folder.path)
-        for sub in (folder.samples, folder.eval, folder.checkpoints) if may_change is None else ():
+        for sub in (folder.samples, folder.eval, folder.checkpoints) if stages_may_change is None else ():
             _guard(sub, lambda sub=sub: sub.mkdir(exist_ok=True))  # type: ignore[misc]
         write_atomic(folder.config, config_yaml)
         return folder
 
-    def _check_resume(self, config_yaml: str, may_change: Sequence[str] | None) -> None:
+    def _check_resume(self, config_yaml: str, may_change: Sequence[str], *, pipeline: bool) -> None:
         if not self.config.is_file():
             raise UserError(f"nothing to resume: {str(self.path)!r} has no config.yaml; start it without --resume")
         stored, given = load_yaml(self.config), parse_yaml(config_yaml, "the config") or {}
         if ("stages" in stored) != ("stages" in given):
             kind = "a pipeline" if "stages" in stored else "a single run"
             raise UserError(f"cannot resume {str(self.path)!r} as something else: it holds {kind}; use another --out")
-        changed = changed_keys(stored, given, MAY_CHANGE if may_change is None else may_change)
+        changed = changed_keys(stored, given, may_change)
         if changed:
             lines = "\n".join(f"  {key}: {old!r} in the run, {new!r} now" for key, (old, new) in changed.items())
             raise UserError(
                 f"cannot resume {str(self.path)!r} with another config:\n{lines}\n"
-                f"Set these back, or start a new run without --resume. Only {', '.join(MAY_CHANGE)} may change"
-                f"{' (of finished stages not their length), and all of stages that have not begun' if may_change else ''}."
+                f"Set these back, or start a new run without --resume. Only "
+                f"{', '.join(MAY_CHANGE if pipeline else may_change)} may change"
+                f"{' (of finished stages not their length), and all of stages that have not begun' if pipeline else ''}."
             )
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:

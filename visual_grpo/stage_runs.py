@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def run_pipeline(
                 config_yaml=to_yaml(plan.config),
                 resume=resume,
                 out=out,
-                may_change=lambda path: _may_change(plan, path),
+                stages_may_change=lambda path: _may_change(plan, path),
             )
         folder = Path(ranks.broadcast(str(made.path) if made is not None else None))
         try:
@@ -96,7 +97,9 @@ def _run_stages(
 ) -> PipelineResult:
     done = ranks.broadcast([stage.name for stage in plan.stages if _finished(folder / stage.name)])
     for stage in plan.stages:
-        if stage.name not in done and stage.plan is not None:
+        if stage.name in done:
+            _check_sources_finished(stage, done, folder)
+        elif stage.plan is not None:
             _check_inputs(stage, ranks)
     results: dict[str, Result | None] = {}
     for number, stage in enumerate(plan.stages, 1):
@@ -134,15 +137,42 @@ def _run_stages(
 
 def _run_stage(stage: Stage, folder: Path, ranks: Ranks) -> Result | None:
     own = folder / stage.name
+    exports: dict[str, str] = ranks.broadcast(
+        {path.parent.name: str(path.resolve()) for path in sorted(folder.glob("*/model"))}
+    )
+    for key, source in stage.sources.items():
+        if source not in exports:
+            raise UserError(
+                f"{key} refers to what stage {source!r} exported, but {str(folder / source / 'model')!r} is gone: restore it, or "
+                f"delete the folder {str(folder / source)!r}, so that the stage runs again"
+            )
     if stage.plan is None:
         if ranks.main:
-            sources = {name: folder / name / "model" for name in stage.merge}
-            merge_exports(stage.merge, own / "model", sources)
+            merge_exports(stage.merge, own / "model", {name: Path(exports[name]) for name in stage.merge})
         ranks.barrier()
         return None
-    exports = {path.parent.name: str(path.resolve()) for path in sorted(folder.glob("*/model"))}
     begun = ranks.broadcast((own / "config.yaml").is_file())
-    return run_plan(stage.bound(ranks.broadcast(exports)), resume=begun, out=own, root=folder, ranks=ranks)
+    moved = [without_index(key) for key in stage.sources]
+    return run_plan(stage.bound(exports), resume=begun, out=own, root=folder, ranks=ranks, moved=moved)
+
+
+def without_index(key: str) -> str:
+    """The part of a dotted key that two configs are compared by: lists are compared whole.
+
+    >>> without_index("method.1.flow_opd.teachers.ocr"), without_index("model.path")
+    ('method', 'model.path')
+    """
+    return re.split(r"\.\d+(?:\.|$)", key, maxsplit=1)[0]
+
+
+def _check_sources_finished(stage: Stage, done: Collection[str], folder: Path) -> None:
+    """A finished stage was made from what is there, and not from what an earlier stage will make."""
+    for source in stage.sources.values():
+        if source not in done:
+            raise UserError(
+                f"stage {stage.name!r} is finished, but {source!r}, which it was made from, is not (its result.json is gone): "
+                f"restore {str(folder / source)!r}, or delete {str(folder / stage.name)!r} too, so that it is made again"
+            )
 
 
 def _check_inputs(stage: Stage, ranks: Ranks) -> None:
@@ -192,7 +222,7 @@ def _finish(stage: Stage, folder: Path, result: Result | None) -> None:
 
 def _stored(folder: Path) -> Result:
     """The result of a stage that an earlier start has finished."""
-    record = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    record = _record(folder)
     return Result(
         folder=str(folder),
         step=record["steps"],
@@ -204,6 +234,21 @@ def _stored(folder: Path) -> Result:
     )
 
 
+def _record(folder: Path) -> dict[str, Any]:
+    """What `result.json` of a finished stage says."""
+    path = folder / "result.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"stage", "does", "model"} - found.keys()
+    except (ValueError, AttributeError, OSError):
+        missing = {"stage"}
+    if missing:
+        raise UserError(
+            f"{str(path)!r} is damaged: restore it, or delete it and the folders of the stages made from this one"
+        )
+    return found
+
+
 def _evaluation(folder: Path, step: int) -> Evaluation | None:
     rows = RunFolder(folder).read_eval(step)
     if not rows:
@@ -213,7 +258,7 @@ def _evaluation(folder: Path, step: int) -> Evaluation | None:
 
 
 def _write_summary(stages: Sequence[Stage], folder: Path) -> None:
-    records = [json.loads((folder / stage.name / "result.json").read_text(encoding="utf-8")) for stage in stages]
+    records = [_record(folder / stage.name) for stage in stages]
     write_atomic(folder / "summary.json", json.dumps(records, indent=2) + "\n")
 
 

@@ -47,6 +47,13 @@ class Stage:
             return f"merge of {', '.join(self.merge)}"
         return " + ".join(self.plan.stack.methods) or "grpo"
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Dotted key -> the earlier stage that it refers to."""
+        if self.plan is None:
+            return {f"merge.{name}": name for name in self.merge}
+        return dict(references(self.plan.config.model_dump(mode="json")))
+
     def bound(self, folders: Mapping[str, str]) -> Plan:
         """The plan with the exports of earlier stages, `folders` by name, in place of the references."""
         assert self.plan is not None

@@ -84,7 +84,8 @@ class Trainer:
         self.source = PromptSource(train_prompts, config.data, config.train.seed)
         self.optimizer = Optimizer(policy.trainable, config.train.optimizer, self.geometry.optimizer_steps)
         self.normalisers = Normalisers(config.rewards)
-        self.alarms, self.selection = Alarms(config.alarms), Selection(config)
+        self.alarms = Alarms(config.alarms, compares_rewards=stack.needs.compares_rewards)
+        self.selection = Selection(config)
         self.watchdog: Watchdog = writer.watchdog
         self.state = LoopState(
             config=config, policy=policy, ranks=ranks, sampling=sampling, tasks=tuple(config.data.sources),

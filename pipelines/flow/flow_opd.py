@@ -107,11 +107,18 @@ class FlowOpd(Method[FlowOpdConfig]):
         "train": {"optimizer": {"lr": 1e-4, "weight_decay": 1e-4}},
     }
 
+    def __init__(self, config: FlowOpdConfig) -> None:
+        """Without the task's advantage equal rewards are no fault."""
+        super().__init__(config)
+        compares = config.reward_mode in ("mixed", "task_only")
+        self.needs = replace(type(self).needs, compares_rewards=compares)  # type: ignore[misc]
+
     def check(self, run: RunConfig, sampling: Any) -> None:
         """Every task needs a teacher, and the options must fit one another."""
         config = self.config
         if config.reward_mode != "task_only":
             check_teachers("flow_opd", config.teachers, run)
+            _check_distillation(run, sampling)
         if sampling.deterministic:
             raise UserError("flow_opd distils noisy steps: stack it behind flow_grpo, or set sampling.solver=flow_sde")
         if config.reward_mode in ("mixed", "task_only") and run.train.group_size < 2:
@@ -128,11 +135,20 @@ class FlowOpd(Method[FlowOpdConfig]):
                 f"method.flow_opd.kl_norm={config.kl_norm} normalises the KL as a reward; opd_reward={config.opd_reward} has "
                 "none: use released, or kl_norm=none"
             )
+        if config.kl_norm != "none" and run.train.micro_batch == 1:
+            raise UserError(
+                f"method.flow_opd.kl_norm={config.kl_norm} compares the rows of a micro-batch, and train.micro_batch is 1, so every "
+                "reward would be 0: raise it, or use kl_norm=none"
+            )
         if config.opd_reward == "sampled" and sampling.reduction != "mean":
             raise UserError(
                 f"method.flow_opd.opd_reward=sampled is scaled for mean log-probs, but sampling.reduction is "
                 f"{sampling.reduction!r}"
             )
+
+    def passes_matter(self) -> bool:
+        """Where the KL is normalised over a micro-batch."""
+        return self.config.kl_norm != "none"
 
     def setup(self, state: LoopState) -> None:
         """Load the teachers and the anchor."""
@@ -146,7 +162,9 @@ class FlowOpd(Method[FlowOpdConfig]):
     def filter_rows(
         self, keep: Tensor, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState
     ) -> Tensor:
-        """Rows whose latents are not finite would make every gradient so."""
+        """Rows whose latents are not finite would make every gradient so; a step without noise has none to train."""
+        if "latents" not in rollouts.data:
+            return keep
         finite = [torch.isfinite(rollouts.data[key]).flatten(1).all(1).cpu() for key in ("latents", "next_latents")]
         return keep & finite[0] & finite[1]
 
@@ -250,6 +268,20 @@ class FlowOpd(Method[FlowOpdConfig]):
         fresh = self.config.anchor is None and state.policy.config.lora is not None
         with state.policy.base() if fresh else state.policy.weights(ANCHOR):
             yield
+
+
+def _check_distillation(run: RunConfig, sampling: Any) -> None:
+    """A KL for each row and step needs log-probs without a map, and rows whatever their rewards are."""
+    if sampling.reduction not in ("mean", "sum"):
+        raise UserError(
+            f"flow_opd has one KL a step, but sampling.reduction is {sampling.reduction!r}, which leaves a map: use mean, and no "
+            "method that needs maps (vipo)"
+        )
+    if run.advantage.drop_flat:
+        raise UserError(
+            "flow_opd distils rows of equal rewards too, but advantage.drop_flat drops them: set it to false (flow_grpo sets it: "
+            "put flow_opd behind it, method=[flow_grpo, flow_opd])"
+        )
 
 
 def _kl(now: LogProb, target: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,43 @@ def test_a_stage_that_fails_leaves_the_earlier_ones_and_may_be_changed_where_it_
     assert [record.get("steps") for record in done.summary] == [2, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("gone", "damaged", "message"),
+    [
+        (["student", "both", "first/model"], None, r"merge\.first refers to what stage 'first' exported, .* is gone"),
+        (["student", "both", "first/model", "second/model"], None, "stage 3 of 4.*merge.first refers to"),
+        (["student", "both/model"], None, "stage 4 of 4.*model.path refers to what stage 'both' exported"),
+        (["student", "both"], "second/model/model.safetensors", "second/model/model.safetensors' cannot be read"),
+        (["student", "both", "first/model/model.safetensors"], None, "cannot merge 'first': there are no weights in"),
+        (["first"], None, "stage 'both' is finished, but 'first', which it was made from, is not"),
+        (["student"], "first/result.json", "first/result.json' is damaged"),
+    ],
+)
+def test_what_was_deleted_or_damaged_between_two_starts_is_told(
+    reference: Any, tmp_path: Path, gone: list[str], damaged: str | None, message: str
+) -> None:
+    config, whole = reference
+    run = tmp_path / "a copy"
+    shutil.copytree(whole, run)
+    for name in gone:
+        (shutil.rmtree if (run / name).is_dir() else Path.unlink)(run / name)
+    if damaged is not None:
+        (run / damaged).write_bytes((run / damaged).read_bytes()[:40])
+    with pytest.raises(UserError, match=message):
+        vg.train(config, out=run, resume=True)
+
+
+def test_a_pipeline_goes_on_where_its_folder_was_moved_to(reference: Any, tmp_path: Path) -> None:
+    """A stage that has begun holds the paths of the old place."""
+    config, whole = reference
+    shutil.copytree(whole, tmp_path / "moved")
+    (tmp_path / "moved/student/result.json").unlink()
+    done = vg.train(config, out=tmp_path / "moved", resume=True)
+    assert done.summary == json.loads((whole / "summary.json").read_text())
+    stored = yaml.safe_load((tmp_path / "moved/student/config.yaml").read_text())
+    assert stored["model"]["path"] == str((tmp_path / "moved/both/model").resolve())
+
+
 def test_a_lora_goes_on_from_an_earlier_one_and_its_reference_is_that_start(tmp_path: Path) -> None:
     config = pipeline(tmp_path, lora=LORA)
     config["stages"]["student"] |= {"kl": {"beta": 0.1}, "rewards": {"killed_run:digits": 1.0}}
@@ -276,6 +314,13 @@ def test_the_merge_of_one_export_is_that_export_and_weights_are_normalised(tmp_p
 
 
 # -- forms, overrides, commands -----------------------------------------------------------------------------------------------
+
+
+def test_a_reference_in_capitals_is_no_hub_id(tmp_path: Path) -> None:
+    config = pipeline(tmp_path)
+    config["stages"]["student"]["model"]["path"] = "Stage://both"
+    with pytest.raises(UserError, match=r"refers to 'Stage://both', but there is no such stage"):
+        plan_pipeline(config)
 
 
 def test_references_are_found_in_any_value_and_replaced() -> None:

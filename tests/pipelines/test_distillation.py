@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,13 @@ def test_equal_task_rewards_are_trained_and_single_samples_are_enough(tmp_path: 
             "scaled for mean log-probs, but sampling.reduction is 'sum'",
         ),
         ({"teachers": "both"}, {"sampling": {"solver": "ode"}}, "solver is 'ode'"),
+        ({"teachers": "both"}, {"sampling": {"reduction": "channel_mean"}}, "which leaves a map: use mean"),
+        ({"teachers": "both"}, {"advantage": {"drop_flat": True}}, "advantage.drop_flat drops them"),
+        (
+            {"teachers": "both", "opd_reward": "released", "kl_norm": "global"},
+            {"train": {"micro_batch": 1}},
+            "train.micro_batch is 1, so every reward would be 0",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
@@ -330,6 +338,68 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
         options = {**options, "teachers": {"left": "x", "right": "y"}}
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         plan(two_tasks(tmp_path, [STACK, {"flow_opd": options}], **over))
+
+
+def test_a_stack_that_cannot_distil_says_so(tmp_path: Path) -> None:
+    """Before: a traceback with vipo's maps, and rows that were dropped for equal rewards behind flow_grpo."""
+    options = {"teachers": {"left": "x", "right": "y"}}
+    with pytest.raises(UserError, match=r"no method that needs maps \(vipo\)"):
+        plan(two_tasks(tmp_path, [STACK, {"flow_opd": options}, {"vipo": {"maps": "colours"}}]))
+    with pytest.raises(UserError, match=r"method=\[flow_grpo, flow_opd\]"):
+        plan(two_tasks(tmp_path, [{"flow_opd": options}, STACK]))
+    plan(
+        two_tasks(tmp_path, [STACK, {"flow_opd": {**options, "reward_mode": "task_only"}}, {"vipo": {"maps": "colours"}}])
+    )
+
+
+def test_an_empty_window_of_mixgrpo_distils_nothing_in_that_step(tmp_path: Path, teachers: Any) -> None:
+    window = {"mixgrpo": {"window": 2, "shift_every": 1, "stride": 10, "shrink": True}}
+    config = two_tasks(tmp_path, [window, {"flow_opd": {"teachers": both(teachers)}}], train={"steps": 2})
+    result = vg.train(config, out=tmp_path / "out")
+    norms = [line["metrics"]["grad_norm"] for line in RunFolder(result.folder).read_metrics("train")]
+    assert norms[0] > 0
+    assert norms[1] == 0
+
+
+def test_equal_rewards_are_no_fault_where_no_reward_is_read(tmp_path: Path, teachers: Any) -> None:
+    """One sample a prompt: every group is flat, which once raised an alarm after five steps."""
+    said = {}
+    for mode, size in (("kl_only", 1), ("task_only", 2)):
+        folder = tmp_path / mode
+        folder.mkdir()
+        config = two_tasks(
+            folder,
+            [STACK, {"flow_opd": {"teachers": both(teachers), "reward_mode": mode}}],
+            train={"steps": 2, "group_size": size},
+            alarms={"flat_groups_steps": 2},
+        )
+        result = RunFolder(vg.train(config | {"rewards": {"test_distillation:equal": 1.0}}, out=folder / "out").folder)
+        checks = [check["name"] for check in json.loads(result.self_test.read_text())]
+        said[mode] = [line["name"] for line in result.read_metrics("alarm")], "groups with unequal rewards" in checks
+    assert said["kl_only"] == ([], False)
+    assert "flat_groups" in said["task_only"][0]
+    assert said["task_only"][1]
+
+
+def equal(images: Tensor, prompts: list[str]) -> list[float]:
+    """A reward that is the same for all."""
+    return [0.5] * len(images)
+
+
+def test_a_resume_keeps_the_micro_batches_that_the_loss_depends_on(tmp_path: Path, teachers: Any) -> None:
+    def config(norm: str) -> dict[str, Any]:
+        options = {"teachers": both(teachers), "opd_reward": "released", "kl_norm": norm}
+        return two_tasks(tmp_path, [STACK, {"flow_opd": options}], train={"steps": 1})
+
+    for norm in ("none", "per_sample"):
+        out = tmp_path / norm
+        vg.train(config(norm), out=out)
+        over = {"train.micro_batch": 2, "train.steps": 2}
+        if norm == "none":
+            assert vg.train(config(norm), out=out, resume=True, overrides=over).step == 2
+            continue
+        with pytest.raises(UserError, match=r"train\.micro_batch: 8 in the run, 2 now"):
+            vg.train(config(norm), out=out, resume=True, overrides=over)
 
 
 def test_exports_that_do_not_fit_are_named(tmp_path: Path, teachers: Any) -> None:
