@@ -154,7 +154,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     check_geometry(config.train, launched_processes(), needs)
     check_loss(config, stack, adapter.unit_kinds & needs.unit_kinds, sampling)
     check_surrogate(config, stack.provider("surrogate"))
-    check_sampling(config, adapter.unit_kinds & needs.unit_kinds, sampling, eval_sampling)
+    check_sampling(config, adapter, adapter.unit_kinds & needs.unit_kinds, sampling, eval_sampling)
     check_rewards(config, stack.provider("advantages"))
     check_trackers(config.track)
     made = Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from visual_grpo.adapters.protocol import SamplingConfig
+from visual_grpo.adapters.protocol import PolicyAdapter, SamplingConfig
 from visual_grpo.combination import check_combination
 from visual_grpo.config import RunConfig
 from visual_grpo.errors import UserError, did_you_mean
@@ -81,13 +81,19 @@ def check_surrogate(config: RunConfig, surrogate_by: str | None) -> None:
 
 
 def check_sampling(
-    config: RunConfig, unit_kinds: Collection[str], sampling: SamplingConfig, eval_sampling: SamplingConfig
+    config: RunConfig,
+    adapter: type[PolicyAdapter],
+    unit_kinds: Collection[str],
+    sampling: SamplingConfig,
+    eval_sampling: SamplingConfig,
 ) -> None:
-    """Refuse options of the sampler that would do nothing.
+    """Refuse options of the sampler that the model does not have, or that would do nothing.
 
     Raises:
         UserError: naming the key.
     """
+    adapter.check_sampling(sampling, "sampling")
+    adapter.check_sampling(eval_sampling, "eval.sampling")
     sampling.check_use(unit_kinds)
     eval_sampling.check_evaluation(config.eval.sampling)
 

@@ -3,7 +3,8 @@
 Source: the cold start of Flow-OPD (arXiv 2605.08063), which fits the student to its teachers' samples before it is distilled on
 its own. What differs from GRPO: rows are not sampled from the policy (`teachers` sample them, each its own task, or the data set
 names picture files), and the loss is `mean_d (v - (noise - x0))^2` at noise levels of a logit-normal distribution (0, 1). No
-reward, ratio or group is read; rewards are scored for the record.
+reward, ratio or group is read; rewards are scored for the record. Levels beyond those that a model was trained on (a UNet has
+some) are moved to its last one.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ class FlowSft(Method[FlowSftConfig]):
         """Finished latents of the teachers' samples or of the data set's pictures, as rows of noise pairs."""
         rows = self._taught(prompts, state) if self.config.teachers else self._given(prompts, state)
         final: Tensor = rows.data["final"]
+        adapter: Any = state.policy.adapter
+        low, high = adapter.level_range  # a UNet was trained on none beyond 0.94
         levels, noises = [], []
         for row in prompts.row_ids.tolist():
             generator = state.generator(13, row)
-            levels.append(torch.randn(self.config.pairs, generator=generator).sigmoid())
+            levels.append(torch.randn(self.config.pairs, generator=generator).sigmoid().clamp(low, high))
             noises.append(torch.randn(self.config.pairs, *final.shape[1:], generator=generator))
         return RolloutBatch(
             prompts=prompts,
@@ -110,12 +113,26 @@ class FlowSft(Method[FlowSftConfig]):
 
     def _given(self, prompts: PromptBatch, state: LoopState) -> RolloutBatch:
         adapter: Any = state.policy.adapter
-        images = torch.stack([_picture(row, self.config.image_column) for row in prompts.metadata])
+        found = [_picture(row, self.config.image_column) for row in prompts.metadata]
+        for row, picture in zip(prompts.metadata, found, strict=True):
+            if picture.shape != found[0].shape:
+                raise UserError(
+                    f"flow_sft: picture {row[self.config.image_column]!r} has {_size(picture)} pixels, and "
+                    f"{prompts.metadata[0][self.config.image_column]!r} {_size(found[0])}: give all pictures one size"
+                )
+        images = torch.stack(found)
+        final = torch.cat([adapter.encode_images(part) for part in images.split(state.sampling.decode_batch)])
+        wanted = adapter.latent_shape(state.sampling)
+        if tuple(final.shape[1:]) != tuple(wanted):
+            raise UserError(
+                f"flow_sft: pictures of {_size(images)} pixels give latents {list(final.shape[1:])}, but the model is sampled at "
+                f"{list(wanted)}: bring them to that size, or set sampling.height and sampling.width to theirs"
+            )
         return RolloutBatch(
             prompts=prompts,
             unit_kind="noise_pair",
             unit_mask=torch.ones(len(prompts), 0, dtype=torch.bool),
-            data={"final": adapter.encode_images(images).to(adapter.step_dtype)},
+            data={"final": final.to(adapter.step_dtype)},
             shared={"sampling": state.sampling},
             images=images,
         )
@@ -128,6 +145,11 @@ class FlowSft(Method[FlowSftConfig]):
         target = data["pair_noise"].to(velocity)[:, micro.units] - data["final"].to(velocity)[:, None]
         loss = velocity_mse(velocity.flatten(0, 1), target.flatten(0, 1)).view(velocity.shape[:2])
         return loss, {"flow_sft/loss": ((loss.detach() * micro.mask).sum(), micro.mask.sum())}
+
+
+def _size(picture: Tensor) -> str:
+    """Height and width, for messages."""
+    return " x ".join(map(str, picture.shape[-2:]))
 
 
 def _picture(row: Mapping[str, Any], column: str) -> Tensor:

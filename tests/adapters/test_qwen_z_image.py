@@ -86,6 +86,25 @@ def test_guidance_of_qwen_keeps_the_length_of_each_token(adapters: Any) -> None:
     torch.testing.assert_close(adapters["z_image"].guided(free, bound, 4.0), 4 * bound - 3 * free)
 
 
+def test_branches_that_cancel_give_nothing_and_not_nan(adapters: Any) -> None:
+    bound = torch.ones(1, 4, 4, 4)
+    assert torch.equal(adapters["qwen_image"].guided(2 * bound, bound, 2.0), torch.zeros_like(bound))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_are_encoded_as_latents_that_the_decoder_takes(adapters: Any, family: str) -> None:
+    """`decode_latents` undoes the scaling: the plain autoencoder decodes the plain posterior's mean to the same picture."""
+    own = adapters[family]
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    latents = own.encode_images(images)
+    assert tuple(latents.shape[1:]) == own.latent_shape(options_of())
+    clips = images * 2 - 1 if family == "z_image" else (images * 2 - 1).unsqueeze(2)
+    with torch.no_grad():
+        plain_images = own.pipeline.vae.decode(own.pipeline.vae.encode(clips).latent_dist.mean).sample
+        found = own.decode_latents(latents)
+    torch.testing.assert_close(found, plain_images.reshape(found.shape) / 2 + 0.5, rtol=0, atol=1e-5)
+
+
 def test_texts_of_different_lengths_are_padded_and_trimmed() -> None:
     rows = [torch.ones(2, 3), 2 * torch.ones(4, 3)]
     condition = padded_texts(rows, 6)

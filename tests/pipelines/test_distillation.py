@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toy_flow import Network, flow_config, gradient, move
+from toy_flow import Network, ToyFlow, flow_config, gradient, move
 
 import visual_grpo as vg
 from visual_grpo.adapters.diffusion_sampling import DiffusionSampling
@@ -508,13 +508,46 @@ def test_the_cold_start_can_take_the_pictures_of_the_data_set(tmp_path: Path) ->
         pictured(tmp_path, "/nowhere.png")
 
 
-def pictured(folder: Path, picture: str | None) -> None:
-    """Draw a batch whose prompts name `picture`."""
-    config = flow_config(folder, "flow_sft")
-    extra = "" if picture is None else f', "image": "{picture}"'
+class Encoding(ToyFlow):
+    """With an encoder, and a network that knows levels from 0.2 to 0.6 only, as a UNet knows none beyond 0.94."""
+
+    level_range = (0.2, 0.6)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return images.to(self.step_dtype)
+
+    def predict_velocity(self, latents: Tensor, sigma: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        assert 0.2 <= float(sigma.min()) <= float(sigma.max()) <= 0.6
+        return super().predict_velocity(latents, sigma, condition)
+
+
+def test_pictures_have_the_size_that_is_sampled_and_levels_are_those_of_the_network(tmp_path: Path) -> None:
+    for name, size in (("a", (4, 4)), ("b", (4, 4)), ("wide", (8, 4)), ("large", (8, 8))):
+        Image.fromarray(np.full((*size, 3), 51, dtype=np.uint8)).save(tmp_path / f"{name}.png")
+    adapter = "test_distillation:Encoding"
+    rows = pictured(tmp_path, *[str(tmp_path / f"{name}.png") for name in "abab"], adapter=adapter)
+    torch.testing.assert_close(rows.data["final"], torch.full((8, 3, 4, 4), 0.2, dtype=torch.float64))
+    sigma = rows.data["pair_sigma"]
+    assert float(sigma.min()) == pytest.approx(0.2)
+    assert float(sigma.max()) == pytest.approx(0.6)
+    mixed = [str(tmp_path / f"{name}.png") for name in ("a", "wide")] * 2
+    with pytest.raises(UserError, match=r"has (4 x 4|8 x 4) pixels, and .* (4 x 4|8 x 4): give all pictures one size"):
+        pictured(tmp_path, *mixed, adapter=adapter)
+    with pytest.raises(UserError, match=r"8 x 8 pixels give latents \[3, 8, 8\], but the model is sampled at \[3, 4, 4\]"):
+        pictured(tmp_path, *[str(tmp_path / "large.png")] * 4, adapter=adapter)
+
+
+def pictured(folder: Path, *pictures: str | None, adapter: str = "toy_flow:ToyFlow") -> Any:
+    """Draw a batch whose prompts name `pictures`, one or four."""
+    config = flow_config(folder, {"flow_sft": {"pairs": 16}}, model={"adapter": adapter})
+    given = pictures * (4 // len(pictures))
     for split in ("train", "test"):
-        lines = [f'{{"prompt": "{split} {word}"{extra}}}\n' for word in ("a", "b", "c", "d")]
+        lines = [
+            json.dumps({"prompt": f"{split} {word}"} | ({} if picture is None else {"image": picture})) + "\n"
+            for word, picture in zip("abcd", given, strict=True)
+        ]
         (folder / f"{split}.jsonl").write_text("".join(lines))
     made = plan(config)
     ready = build_trainer(made, RunFolder.create(folder / "runs", "flow", config_yaml=to_yaml(made.config)), Ranks())
-    ready.collect(ready._draw())
+    rollouts, _ = ready.collect(ready._draw())
+    return rollouts

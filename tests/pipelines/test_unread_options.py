@@ -75,3 +75,24 @@ def test_what_nothing_would_read_is_refused(tmp_path: Path, method: Any, over: d
 )
 def test_what_is_read_is_not(tmp_path: Path, method: Any, over: dict[str, Any]) -> None:
     plan(flow_config(tmp_path, method, **over))
+
+
+@pytest.mark.parametrize(
+    ("method", "over", "message"),
+    [
+        ("mixgrpo", {}, r"sampling.schedule=scheduler sampling.shift=null"),
+        ("dancegrpo", {"sampling": {"schedule": "scheduler"}}, r"sampling.shift \(3.0\) are of flow-matching"),
+        ("flow_grpo", {"eval": {"sampling": {"shift": 3.0}}}, "eval.sampling.schedule=scheduler"),
+        ("flow_grpo", {"sampling": {"max_sequence_length": 77}}, "CLIP's length is fixed"),
+    ],
+)
+@pytest.mark.parametrize("adapter", ["sd15", "sdxl"])
+def test_unets_keep_their_own_schedule(
+    tmp_path: Path, adapter: str, method: Any, over: dict[str, Any], message: str
+) -> None:
+    """Refused before any weights are read, with the settings that work."""
+    model = {"adapter": adapter, "path": "nowhere", "dtype": "float32"}
+    with pytest.raises(UserError, match=message):
+        plan(flow_config(tmp_path, method, model=model, **over))
+    own = {"schedule": "scheduler", "shift": None, "max_sequence_length": None}
+    plan(flow_config(tmp_path, method, model=model, sampling=own))

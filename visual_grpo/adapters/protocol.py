@@ -83,6 +83,14 @@ class PolicyAdapter(ABC):
     """Whether it has `rows_from_texts`."""
 
     @classmethod
+    def check_sampling(cls, sampling: Any, where: str) -> None:
+        """Refuse options that no model of the family has, before weights are loaded; `where` is their section.
+
+        Raises:
+            UserError: naming the key.
+        """
+
+    @classmethod
     @abstractmethod
     def load(cls, config: ModelConfig, *, device: torch.device, sampling: SamplingConfig) -> PolicyAdapter:
         """Build from `config.path` (a folder, a hub id or `testbed/NAME`), frozen and in `config.dtype`.

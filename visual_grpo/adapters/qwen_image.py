@@ -80,8 +80,19 @@ class QwenImageAdapter(PipelineAdapter):
     def guided(self, free: Tensor, bound: Tensor, scale: float) -> Tensor:
         """As shared, each token then shortened or stretched to its length in the conditional branch."""
         tokens, target = pack(super().guided(free, bound, scale)), pack(bound)
-        tokens = tokens * (target.norm(dim=-1, keepdim=True) / tokens.norm(dim=-1, keepdim=True))
+        tokens = tokens * (target.norm(dim=-1, keepdim=True) / tokens.norm(dim=-1, keepdim=True).clamp(min=1e-12))
         return unpack(tokens, *bound.shape[2:])
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Latents [n, C, h, w] of pictures [n, 3, H, W] in [0, 1]: the mean of the autoencoder's posterior, scaled."""
+        vae = self.pipeline.vae
+        pixels = images.to(self.device, vae.dtype) * 2 - 1
+        x: Tensor = vae.encode(pixels.unsqueeze(2), return_dict=False)[0].mean[:, :, 0]
+        mean, std = (
+            x.new_tensor(value).view(1, -1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return (x - mean) / std
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Images [n, 3, H, W] of latents [n, C, h, w], each a clip of one frame to the autoencoder."""
