@@ -16,7 +16,7 @@ from visual_grpo.combination import row_combination
 from visual_grpo.config import DataConfig, to_yaml
 from visual_grpo.data import PromptRow, load_prompts
 from visual_grpo.distributed import Ranks
-from visual_grpo.errors import UserError
+from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.exports import load_into
 from visual_grpo.held_out import weights_to_export
 from visual_grpo.out_of_memory import memory_errors
@@ -78,8 +78,23 @@ def read_prompts(plan: Plan) -> tuple[list[PromptRow], list[PromptRow]]:
             f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {len(train_prompts)} prompts of "
             f"{', '.join(repr(part.source) for _, part in config.data.sets())}; use {len(train_prompts)} or fewer"
         )
+    check_balance(train_prompts, config.data)
     check_disjoint(train_prompts, eval_prompts, config)
     return train_prompts, eval_prompts
+
+
+def check_balance(rows: Sequence[PromptRow], data: DataConfig) -> None:
+    """Refuse a key of `data.balance` that no prompt has: nothing would be balanced.
+
+    Raises:
+        UserError: with the nearest key.
+    """
+    known = list(dict.fromkeys(key for row in rows for key in row.metadata))
+    if data.balance is not None and data.balance not in known:
+        raise UserError(
+            f"data.balance is {data.balance!r}, but no prompt has such a column.{did_you_mean(data.balance, known)} Columns: "
+            f"{', '.join(known)}"
+        )
 
 
 def build_suite(plan: Plan, device: torch.device) -> RewardSuite:

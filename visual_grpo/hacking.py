@@ -37,24 +37,34 @@ def hacking_message(config: RunConfig, first: Rows, now: Rows) -> str | None:
         headline = _headline(name, before)
         if headline not in before or headline not in after:
             continue
-        fall = before[headline] - after[headline]
+        penalty = name in config.rewards and config.rewards[name].weight < 0  # what is bad when it is high
+        fall = (before[headline] - after[headline]) * (-1 if penalty else 1)
         spread = statistics.pstdev(_values(first, name))
         if fall > config.alarms.hacking_margin * spread:
             size = f" ({fall / spread:.2f} standard deviations of its samples)" if spread > 0 else ""
-            falls.append(f"{headline} fell from {before[headline]:.4f} to {after[headline]:.4f}{size}")
+            word = "rose, which its negative weight calls worse," if penalty else "fell"
+            falls.append(f"{headline} {word} from {before[headline]:.4f} to {after[headline]:.4f}{size}")
     if not falls:
         return None
     rose = ", ".join(
         f"{_headline(n, before)} {before[_headline(n, before)]:.4f} -> {after[_headline(n, before)]:.4f}"
         for n in trained
     )
-    guard = next((_headline(n, before) for n, r in config.rewards.items() if r.eval_only), DIVERSITY)
+    watched = next((name for name, reward in config.rewards.items() if reward.eval_only), DIVERSITY)
+    guard = _headline(watched, before)
+    lowest = watched in config.rewards and config.rewards[watched].weight < 0
     return (
         f"since the first evaluation the trained reward rose on held-out prompts ({rose}), but {' and '.join(falls)}: the policy "
         f"exploits the reward. Raise kl.beta, lower train.optimizer.lr or train on several rewards; keep the best weights "
-        f"(checkpoint.best={guard} eval.final=best) and end in time (train.early_stop.metric={guard}); alarms.hacking and "
+        f"(checkpoint.best={_asked(guard, lowest)} eval.final=best) and end in time (train.early_stop"
+        f"{'=' + _asked(guard, lowest) if lowest else '.metric=' + guard}); alarms.hacking and "
         f"alarms.hacking_margin ({config.alarms.hacking_margin:g} standard deviations) decide when this is told"
     )
+
+
+def _asked(figure: str, lowest: bool) -> str:
+    """A figure to keep the best weights by, as a setting."""
+    return f"{{metric: {figure}, mode: min}}" if lowest else figure
 
 
 def _headline(name: str, metrics: dict[str, float]) -> str:

@@ -125,6 +125,12 @@ class Selection:
                 raise UserError(
                     f"{key}: the evaluation has no figure {metric!r}.{did_you_mean(metric, known)} It has: {', '.join(known)}"
                 )
+            count = common_samples(self.config)
+            if metric not in summarise(found.rows[:count])[0]:
+                raise UserError(
+                    f"{key}: {metric!r} has no value on the first {count} samples, which are all that the evaluations share: "
+                    "raise eval.samples (and eval.final_samples), so that they hold prompts of every task and kind"
+                )
 
     def observe(self, step: int, rows: Sequence[dict[str, Any]], *, last: bool = False) -> bool:
         """Take in the evaluation of a step; True where its weights are the best so far.

@@ -64,10 +64,11 @@ def self_test(
     ]
     if stack.needs.compares_rewards:
         checks += [_rewards_apply(rewards, state), _unequal_rewards(rewards, rollouts, state)]
-    gradient = _gradient(stack, probe, state)
-    checks.append(gradient)
-    if gradient.status != "failed":
-        checks.append(_sampler_follows(probe, state, lr))
+    if bool(probe.unit_mask.any()):
+        gradient = _gradient(stack, probe, state)
+        checks.append(gradient)
+        if gradient.status != "failed":
+            checks.append(_sampler_follows(probe, state, lr))
     for parameter in state.policy.trainable.values():
         parameter.grad = None
     stack.load_state_dict(methods)
@@ -76,6 +77,12 @@ def self_test(
 
 def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
     name = "ratio = 1 before the first update"
+    if not bool(probe.unit_mask.any()):
+        return Check(
+            name=name,
+            status="failed",
+            detail="no unit may be trained; check sampling (solver, steps) and the training window",
+        )
     if not state.sampling.replays_the_sampler:
         return Check(name=name, status="ok", detail="exempt: log-probs leave guidance out (sampling.logprob_mode=cond)")
     if "training" in probe.prompts.contexts:
@@ -83,12 +90,6 @@ def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
             name=name,
             status="ok",
             detail="exempt: the rows are trained under another prompt than they were sampled with",
-        )
-    if not bool(probe.unit_mask.any()):
-        return Check(
-            name=name,
-            status="failed",
-            detail="no unit may be trained; check sampling (solver, steps) and the training window",
         )
     units = torch.arange(probe.num_units)
     with torch.no_grad():

@@ -65,8 +65,15 @@ class FlowGrpo(Method[FlowGrpoConfig]):
             raise UserError(
                 f"flow_grpo trains noisy steps, but sampling.solver is {sampling.solver!r}; use flow_sde, dance_sde, cps or ddim"
             )
+        if sampling.steps < 2:
+            raise UserError("flow_grpo trains all steps but the last, and sampling.steps is 1: use 2 or more")
         if self.config.window is not None:
             self._window(sampling.steps, None)
+            if sampling.solver in ("cps", "ddim") and self.config.window_high == sampling.steps:
+                raise UserError(
+                    f"method.flow_grpo.window_high ({self.config.window_high}) reaches the last step, which has no noise with "
+                    f"solver {sampling.solver!r}: use at most sampling.steps - 1 ({sampling.steps - 1})"
+                )
             return
         if self.config.window_low or self.config.window_high is not None:
             raise UserError(

@@ -43,6 +43,18 @@ class TaskCycle(Method[TaskCycleConfig]):
                     f"{did_you_mean(task, known)}"
                 )
 
+    def setup(self, state: LoopState) -> None:
+        """Every task of the cycle needs the prompts of a step, also the one whose turn comes late."""
+        assert state.prompt_tasks is not None
+        need = state.config.train.prompts_per_step
+        for task in self._steps(state.tasks):
+            have = int((state.prompt_tasks == state.tasks.index(task)).sum())
+            if have < need:
+                raise UserError(
+                    f"task_cycle takes all prompts of a step from one task, and task {task!r} has {have} for "
+                    f"train.prompts_per_step={need}: use {have} or fewer, or a larger set"
+                )
+
     def task_of(self, step: int, tasks: tuple[str, ...]) -> str:
         """The task of a step (0-based)."""
         cycle = [task for task, steps in self._steps(tasks).items() for _ in range(steps)]

@@ -18,6 +18,8 @@ from toy_run import toy_config
 import visual_grpo as vg
 from visual_grpo.api import plan
 from visual_grpo.config import merge, resolve
+from visual_grpo.errors import UserError
+from visual_grpo.evaluation import Evaluation, summarise
 from visual_grpo.selection import Selection
 
 SCRIPT: list[float] = []
@@ -87,6 +89,15 @@ def test_evaluations_of_other_sizes_are_compared_on_the_samples_they_share() -> 
     assert found.best.value == 0.5
     assert found.observe(1, rows(1, 1, 1, 0))
     assert not found.observe(2, rows(1, 1, 0, 0, 1, 1, 1, 1), last=True)
+
+
+def test_a_figure_that_the_shared_samples_lack_is_refused() -> None:
+    """The first evaluation has it on its many samples, and no later one would: the best weights were never kept."""
+    found = selection(checkpoint={"best": "a"})
+    many = rows(None, None, None, None, 1, 0, 1, 1)
+    with pytest.raises(UserError, match="'a' has no value on the first 4 samples.*raise eval.samples"):
+        found.check(Evaluation(rows=many, metrics=summarise(many)[0], by_tag={}))
+    found.check(Evaluation(rows=rows(1, *[None] * 7), metrics={"a": 1.0}, by_tag={}))
 
 
 def test_patience_counts_evaluations_without_an_improvement() -> None:

@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_run import toy_config, toy_trainer
 
+import visual_grpo as vg
 from visual_grpo.api import plan
 from visual_grpo.build import read_prompts
 from visual_grpo.config import DataConfig, validate
@@ -162,6 +163,14 @@ def test_forms_of_sources(tmp_path: Path) -> None:
 def test_bad_tasks(tmp_path: Path, over: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         read_prompts(plan(two_tasks(tmp_path), over))
+
+
+def test_the_cycle_needs_the_prompts_of_a_step_in_every_task(tmp_path: Path) -> None:
+    """Refused at the start, and not when the turn of the short task comes, five steps later."""
+    cycle = {"method": {"task_cycle": {"steps": {"say": 5, "shout": 1}}}, "train.prompts_per_step": 14}
+    with pytest.raises(UserError, match="task 'shout' has 12 for train.prompts_per_step=14: use 12 or fewer"):
+        vg.train(two_tasks(tmp_path), overrides=cycle, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_cycle_needs_tasks(tmp_path: Path) -> None:

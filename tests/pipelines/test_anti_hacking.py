@@ -133,6 +133,17 @@ def test_a_diversity_that_falls_is_told_too() -> None:
     assert "diversity/by_tag fell from 0.4000 to 0.1000:" in told
 
 
+def test_a_held_out_penalty_is_worse_when_it_rises() -> None:
+    """Its weight is negative: the same figures, judged the other way round."""
+    penalised = config_of(rewards={"proxy": 2.0, "true": {"eval_only": True, "weight": -1.0}})
+    risen = rows([0.5] * 4, [1.0, 1.0, 1.0, 0.0], 0.4)
+    told = hacking_message(penalised, FIRST, risen)
+    assert "true/by_tag rose, which its negative weight calls worse, from 0.5000 to 0.7500 (0.50" in told
+    assert "checkpoint.best={metric: true/by_tag, mode: min}" in told
+    assert "train.early_stop={metric: true/by_tag, mode: min}" in told
+    assert hacking_message(penalised, FIRST, rows([0.5] * 4, [0.0] * 4, 0.4)) is None
+
+
 @pytest.mark.parametrize(
     ("now", "over"),
     [

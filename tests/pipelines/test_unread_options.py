@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_flow import flow_config
 
+import visual_grpo as vg
 from visual_grpo.api import plan
-from visual_grpo.errors import UserError
+from visual_grpo.errors import RunError, UserError
 
 
 def opd(**options: Any) -> list[Any]:
@@ -46,7 +47,14 @@ def opd(**options: Any) -> list[Any]:
         ("dancegrpo", {"sampling": {"tail_ratio": 0.4}}, "dancegrpo has noise on all but the last"),
         ("mixgrpo", {"eval": {"sampling": {"tail_ratio": 0.4}}}, "eval.sampling.tail_ratio"),
         ("flow_grpo", {"sampling": {"negative_prompt": "ugly"}}, "sampling.guidance is 1"),
+        ("diffusion_nft", {"sampling": {"same_noise": True}}, "solver 'dpm' adds none, so they would be equal"),
         # of the methods
+        ("flow_grpo", {"sampling": {"steps": 1}}, "sampling.steps is 1: use 2 or more"),
+        (
+            {"flow_grpo": {"window": 2, "window_high": 6}},
+            {"sampling": {"solver": "cps"}},
+            r"window_high \(6\) reaches the last step",
+        ),
         ({"flow_grpo": {"window_high": 3}}, {}, "window is null"),
         ({"flow_grpo": {"window_low": 1}}, {}, "window is null"),
         ({"mixgrpo": {"order": "random", "shift_every": 3, "roll_back": True}}, {}, "shift_every and roll_back"),
@@ -96,3 +104,14 @@ def test_unets_keep_their_own_schedule(
         plan(flow_config(tmp_path, method, model=model, **over))
     own = {"schedule": "scheduler", "shift": None, "max_sequence_length": None}
     plan(flow_config(tmp_path, method, model=model, sampling=own))
+
+
+@pytest.mark.parametrize("sampling", [{"solver": "ode"}, {"steps": 1}])
+def test_plain_grpo_without_a_noisy_step_says_what_to_change(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    with pytest.raises(RunError, match="no unit may be trained; check sampling"):
+        vg.train(flow_config(tmp_path, "grpo", sampling=sampling), out=tmp_path / "out")
+
+
+def test_prompts_are_not_balanced_by_a_column_that_none_has(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.balance is 'tga', .* Did you mean 'tag'"):
+        vg.train(flow_config(tmp_path, "flow_grpo", data={"balance": "tga"}), out=tmp_path / "out")

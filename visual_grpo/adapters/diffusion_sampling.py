@@ -82,6 +82,11 @@ class DiffusionSampling(SamplingConfig):
                 f"sampling.tail_ratio shortens what comes after the last noisy step, and solver {self.solver!r} has none: use "
                 "fewer sampling.steps"
             )
+        if self.same_noise and self.deterministic:
+            raise UserError(
+                f"sampling.same_noise gives the samples of a prompt one initial noise, and solver {self.solver!r} adds none, so they "
+                "would be equal: leave it out, or use a noisy solver"
+            )
         if self.negative_prompt and self.guidance == 1:
             raise UserError(
                 f"sampling.negative_prompt {self.negative_prompt!r} is read by guidance alone, and sampling.guidance is 1 (none): "

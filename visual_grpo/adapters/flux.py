@@ -20,14 +20,18 @@ from visual_grpo.adapters.memory import BlockShape
 from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.adapters.sd3 import MMDIT_LORA
 from visual_grpo.config import ModelConfig
+from visual_grpo.errors import UserError
 
 T5_TOKENS = 512
+EMBEDDED_GUIDANCE = 3.5
 
 
 class FluxSampling(DiffusionSampling):
     """Sampling options of FLUX."""
 
-    embedded_guidance: Annotated[float, Field(ge=0)] = Field(3.5, description="guidance scale that the network is told")
+    embedded_guidance: Annotated[float, Field(ge=0)] = Field(
+        EMBEDDED_GUIDANCE, description="guidance scale that the network is told"
+    )
 
     @model_validator(mode="after")
     def _one_branch(self) -> FluxSampling:
@@ -105,8 +109,13 @@ class FluxAdapter(PipelineAdapter):
     def encode(self, texts: Sequence[str], sampling: DiffusionSampling, *, guided: bool = False) -> Condition:
         """As shared, with the `guidance` [P] that the network is told; None of it where it takes none."""
         condition = super().encode(texts, sampling, guided=guided)
+        assert isinstance(sampling, FluxSampling)
+        if not self._config.guidance_embeds and sampling.embedded_guidance != EMBEDDED_GUIDANCE:
+            raise UserError(
+                f"sampling.embedded_guidance is {sampling.embedded_guidance:g}, but this network (as FLUX.1-schnell) takes no "
+                "guidance: leave it out"
+            )
         if self._config.guidance_embeds:
-            assert isinstance(sampling, FluxSampling)
             count = len(condition.tensors["pooled"])
             scale = torch.full((count,), sampling.embedded_guidance, dtype=torch.float32, device=self.device)
             condition.tensors["guidance"] = scale
