@@ -56,6 +56,10 @@ class ModelConfig(Section):
                 f"init {self.init!r} is the start of a LoRA, but lora is null: set lora, or for full weights give the exported "
                 "folder as path"
             )
+        if self.train_layers is not None and self.lora is not None:
+            raise ValueError(
+                "train_layers chooses among full weights, but lora is set: say where it goes with lora.targets, or set lora=null"
+            )
         return self
 
 
@@ -110,6 +114,9 @@ class DataConfig(PromptSet):
                 "give source (testbed/NAME, a file or a data set id), or for several tasks sources: {TASK: SOURCE, ...}"
                 + ("" if self.source is None else ", and not both: set data.source=null or data.sources={}")
             )
+        for key, field in PromptSet.model_fields.items():
+            if self.sources and key != "source" and getattr(self, key) != field.get_default(call_default_factory=True):
+                raise ValueError(f"{key} is of each task's own set where there are sources: give sources.TASK.{key}")
         return self
 
     def sets(self) -> list[tuple[str | None, PromptSet]]:

@@ -87,11 +87,13 @@ def check_sampling(
     sampling: SamplingConfig,
     eval_sampling: SamplingConfig,
 ) -> None:
-    """Refuse options of the sampler that the model does not have, or that would do nothing.
+    """Refuse options of sampler and prompts that the model does not have, or that would do nothing.
 
     Raises:
         UserError: naming the key.
     """
+    if adapter.kind == "diffusion" and any(part.system_prompt is not None for _, part in config.data.sets()):
+        raise UserError("data.system_prompt is of chat templates, and this model takes plain prompts: leave it out")
     adapter.check_sampling(sampling, "sampling")
     adapter.check_sampling(eval_sampling, "eval.sampling")
     sampling.check_use(unit_kinds)

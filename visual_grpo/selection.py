@@ -61,6 +61,11 @@ def check_selection(config: RunConfig, *, media: str) -> None:
         raise UserError(
             f"rewards.{DIVERSITY}: this is the name of a figure of eval.group_size > 1; give the reward another key"
         )
+    if evaluation.features != "pixels" and not diverse:
+        raise UserError(
+            f"eval.features={evaluation.features} is of the figure diversity, which this run does not have: it needs pictures and "
+            "eval.group_size=4 or so"
+        )
     for key, metric in _watched(config).items():
         head = metric.removesuffix("/by_tag")
         if head == DIVERSITY and DIVERSITY not in rewards:

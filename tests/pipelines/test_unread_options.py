@@ -48,6 +48,19 @@ def opd(**options: Any) -> list[Any]:
         ("mixgrpo", {"eval": {"sampling": {"tail_ratio": 0.4}}}, "eval.sampling.tail_ratio"),
         ("flow_grpo", {"sampling": {"negative_prompt": "ugly"}}, "sampling.guidance is 1"),
         ("diffusion_nft", {"sampling": {"same_noise": True}}, "solver 'dpm' adds none, so they would be equal"),
+        ("v_grpo", {"sampling": {"noise_scale": 0.5}}, r"noise_scale \(0.5\) is of noisy steps, and solver 'ode' has none"),
+        # of the run
+        ("flow_grpo", {"combine": {"batch_step": False}}, "second step of combine.how=gdpo; sum has none"),
+        (["flow_grpo", "gdpo"], {"combine": {"zero_flat": False}}, "combine.how=gdpo combine.level=tokens alone"),
+        ("flow_grpo", {"combine": {"closed": -1.0}}, "combine.gate names none"),
+        ("flow_grpo", {"eval": {"features": "dino"}}, "eval.features=dino is of the figure diversity"),
+        ("flow_grpo", {"model": {"lora": {"rank": 2}, "train_layers": ["first"]}}, "train_layers chooses among full"),
+        ("flow_grpo", {"data": {"system_prompt": "Draw."}}, "this model takes plain prompts"),
+        (
+            "flow_grpo",
+            {"data": {"source": None, "sources": {"a": "a.txt", "b": "b.txt"}, "limit": 5}},
+            "give sources.TASK.limit",
+        ),
         # of the methods
         ("flow_grpo", {"sampling": {"steps": 1}}, "sampling.steps is 1: use 2 or more"),
         (
@@ -76,6 +89,8 @@ def test_what_nothing_would_read_is_refused(tmp_path: Path, method: Any, over: d
         ("flow_grpo", {"sampling": {"negative_prompt": "ugly", "guidance": 4.0}}),
         ("mixgrpo", {"sampling": {"tail_ratio": 0.4}}),
         ({"flow_grpo": {"window": 2}}, {"sampling": {"schedule": "linear", "shift": 3.0, "tail_ratio": 0.4}}),
+        ("v_grpo", {"sampling": {"noise_scale": 0.5, "solver": "dance_sde"}}),
+        ("flow_grpo", {"eval": {"features": "dino", "group_size": 2}}),
         ({"mixgrpo": {"order": "exp_decay", "decay_rate": 0.5, "shift_every": 3}}, {}),
         ("flow_grpo", {"loss": {"surrogate": "sapo"}, "ratio": {"level": "sequence"}}),
         ("flow_grpo", {"loss": {"aggregation": "fixed_length", "max_length": 5}}),

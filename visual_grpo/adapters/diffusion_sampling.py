@@ -82,6 +82,11 @@ class DiffusionSampling(SamplingConfig):
                 f"sampling.tail_ratio shortens what comes after the last noisy step, and solver {self.solver!r} has none: use "
                 "fewer sampling.steps"
             )
+        if "noise_scale" in self.model_fields_set and self.deterministic:
+            raise UserError(
+                f"sampling.noise_scale ({self.noise_scale:g}) is of noisy steps, and solver {self.solver!r} has none: leave it out, or "
+                "set sampling.solver to flow_sde, dance_sde, cps or ddim"
+            )
         if self.same_noise and self.deterministic:
             raise UserError(
                 f"sampling.same_noise gives the samples of a prompt one initial noise, and solver {self.solver!r} adds none, so they "
