@@ -12,9 +12,11 @@ import torch
 
 from visual_grpo.adapters.unet import unit_scale
 from visual_grpo.api import plan
+from visual_grpo.cli import main
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
 from visual_grpo.testbed import denoiser_build
+from visual_grpo.testbed.build_folder import build_folder
 from visual_grpo.testbed.denoiser_build import MODELS, build, sd3_tiny
 from visual_grpo.testbed.denoiser_models import FLUX_LAYERS, build_flux, build_flux_vae, build_sd15, unet_vae
 from visual_grpo.testbed.denoiser_pretraining import Settings, denoising_loss
@@ -55,6 +57,35 @@ def test_build_writes_a_pipeline_that_its_adapter_loads(
     assert adapter.latent_shape(cls.Sampling(height=48, width=48)) == (
         (16, 12, 12) if name == "flux_tiny" else (4, 24, 24)
     )
+
+
+@pytest.mark.parametrize("name", ["flux_tiny", "lm_tiny", "two_tower"])
+def test_a_build_replaces_no_folder_of_the_user(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told before anything is trained; once the folder of photos was gone in the end."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "cat.png").write_bytes(b"mine")
+    assert main(["testbed", "build", name, "--out", str(photos)]) == 2
+    assert "holds files that no build has written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["photos", "cat.png"]
+    with pytest.raises(UserError, match="cannot write a build"):
+        build_folder(photos / "cat.png" / "below")
+    (photos / "build_log.jsonl").write_text("")
+    assert build_folder(photos) == photos
+    assert build_folder(tmp_path / "new" / "folder").is_dir()
+
+
+def test_a_save_touches_no_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`NAME.old` beside the folder may be the user's own."""
+    for name in ("tiny.old", "tiny.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").write_text("mine")
+    monkeypatch.setitem(MODELS, "sd15_tiny", replace(MODELS["sd15_tiny"], guidance=()))
+    few = replace(MODELS["sd15_tiny"].settings, steps=1, scenes=4, batch=2)
+    for _ in range(2):
+        build("sd15_tiny", tmp_path / "tiny", settings=few)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "tiny.new", "tiny.old"]
+    assert (tmp_path / "tiny.old/kept").read_text() == (tmp_path / "tiny.new/kept").read_text() == "mine"
 
 
 def test_a_model_without_weights_is_named_with_its_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from visual_grpo.adapters.pipeline import PipelineAdapter
 from visual_grpo.adapters.sd3 import SD3Adapter
 from visual_grpo.adapters.sd15 import SD15Adapter
 from visual_grpo.adapters.sdxl import SDXLAdapter
+from visual_grpo.testbed.build_folder import build_folder
 from visual_grpo.testbed.denoiser_models import build_flux, build_flux_vae, build_sd15, build_sdxl, unet_vae
 from visual_grpo.testbed.denoiser_pretraining import Settings, pretrain
 from visual_grpo.testbed.scene_scores import sample_images, score_images, score_prompts
@@ -109,9 +110,9 @@ def build(
         vae_dir: folder of an autoencoder trained by this function before; None trains it, where the model has its own.
         settings: data and optimization of the denoiser; None = those of `MODELS`.
     """
+    model, out = MODELS[name], build_folder(out_dir)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    model, out = MODELS[name], Path(out_dir)
     used = settings or model.settings
     records: list[dict[str, object]] = []
     start = time.monotonic()
@@ -159,8 +160,7 @@ def save(adapter: PipelineAdapter, out: Path, records: Sequence[Mapping[str, obj
 
     `from_pretrained` gives float32 modules back.
     """
-    fresh = out.with_name(out.name + ".new")
-    old = out.with_name(out.name + ".old")
+    fresh, old = (out.with_name(f".{out.name}.{which}.tmp") for which in ("new", "old"))
     for folder in (fresh, old):
         shutil.rmtree(folder, ignore_errors=True)
     fresh.parent.mkdir(parents=True, exist_ok=True)

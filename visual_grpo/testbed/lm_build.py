@@ -39,6 +39,7 @@ from visual_grpo.testbed.arithmetic import (
     solve,
     split_prompts,
 )
+from visual_grpo.testbed.build_folder import build_folder
 from visual_grpo.testbed.muon import Muon
 
 WEIGHTS_DIR = Path(__file__).parent / "weights" / "lm_tiny"
@@ -350,8 +351,7 @@ def build(
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    out_dir = build_folder(out_dir)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer).train()
     optimizers = _optimizers(model, learning_rate)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visual_grpo.testbed.build_folder import build_folder
 from visual_grpo.testbed.noisy_captions import corrupt_caption
 from visual_grpo.testbed.scenes import BACKGROUND, KINDS, Metadata, all_prompts, draw_prompt, split_prompts
 from visual_grpo.testbed.two_tower import TwoTower, contrastive_loss, save_two_tower
@@ -49,8 +50,7 @@ def build(out_dir: Path | str, seed: int = 0, *, steps: int = STEPS, scenes: int
         proxy: measure the agreement with the detector on pictures of the shipped `sd3_tiny` (half a minute).
     """
     torch.manual_seed(seed)
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
+    out = build_folder(out_dir)
     start = time.process_time()
     with (out / "build_log.jsonl").open("w", encoding="utf-8") as file:
 
