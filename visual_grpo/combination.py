@@ -322,11 +322,13 @@ def check_combination(config: RunConfig, advantages_by: str | None) -> None:
     if combine.level == "tokens" and combine.how != "gdpo":
         raise UserError(f"combine.level=tokens belongs to combine.how=gdpo, not to {combine.how}")
     if not combine.batch_step and combine.how != "gdpo":
-        raise UserError(f"combine.batch_step is the second step of combine.how=gdpo; {combine.how} has none: leave it out")
+        raise UserError(
+            f"combine.batch_step is the second step of combine.how=gdpo; {combine.how} has none: leave it out"
+        )
     if not combine.zero_flat and (combine.how, combine.level) != ("gdpo", "tokens"):
         raise UserError(
-            "combine.zero_flat=false is read with combine.how=gdpo combine.level=tokens alone, where flat groups are not 0 anyway: "
-            "leave it out"
+            "combine.zero_flat=false is read with combine.how=gdpo combine.level=tokens alone, where flat groups are not 0 "
+            "anyway: leave it out"
         )
     if combine.closed and not combine.gate:
         raise UserError("combine.closed is the value behind a closed gate, and combine.gate names none: leave it out")

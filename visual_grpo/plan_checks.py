@@ -72,7 +72,9 @@ def check_surrogate(config: RunConfig, surrogate_by: str | None) -> None:
             f"{' and '.join(bounds)} bounds the ratio of loss.surrogate=clipped; {loss.surrogate} does not read it: leave it out"
         )
     elif level and loss.surrogate == "vespo":
-        raise UserError(f"loss.surrogate=vespo weighs whole sequences and reads no ratio.level ({ratio.level}): use token")
+        raise UserError(
+            f"loss.surrogate=vespo weighs whole sequences and reads no ratio.level ({ratio.level}): use token"
+        )
     elif loss.surrogate == "cispo" and ratio.clip_high < 1:
         raise UserError(
             f"loss.surrogate=cispo reads ratio.clip_high ({ratio.clip_high:g}) as the cap of the ratio itself; below 1 it "

@@ -63,8 +63,8 @@ def check_selection(config: RunConfig, *, media: str) -> None:
         )
     if evaluation.features != "pixels" and not diverse:
         raise UserError(
-            f"eval.features={evaluation.features} is of the figure diversity, which this run does not have: it needs pictures and "
-            "eval.group_size=4 or so"
+            f"eval.features={evaluation.features} is of the figure diversity, which this run does not have: it needs pictures "
+            "and eval.group_size=4 or so"
         )
     for key, metric in _watched(config).items():
         head = metric.removesuffix("/by_tag")

@@ -78,6 +78,14 @@ def run_pipeline(
             )
         folder = Path(ranks.broadcast(str(made.path) if made is not None else None))
         try:
+            for stage in plan.stages if not resume else ():
+                if (
+                    stage.plan is None and (folder / stage.name / "model").exists()
+                ):  # a training stage sees to its own folder
+                    raise UserError(
+                        f"{str(folder / stage.name / 'model')!r} is there already, and stage {stage.name!r} would write over it: "
+                        "use another --out"
+                    )
             return _run_stages(plan, folder, ranks, on_start, on_end)
         except UserError:
             if made is not None:

@@ -150,7 +150,9 @@ class DiffusionNft(Method[DiffusionNftConfig]):
         if run.ratio.level != "token":
             raise UserError("diffusion_nft has no ratio; leave ratio.level out")
         if not sampling.self_normalize:
-            raise UserError("diffusion_nft always divides its loss by the mean error; leave sampling.self_normalize out")
+            raise UserError(
+                "diffusion_nft always divides its loss by the mean error; leave sampling.self_normalize out"
+            )
         if run.kl.beta > 0 and run.kl.estimator not in ("velocity", "prediction"):
             raise UserError(
                 f"diffusion_nft has no log-prob, so kl.estimator={run.kl.estimator} says nothing; use velocity or prediction"

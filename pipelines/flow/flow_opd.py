@@ -137,8 +137,8 @@ class FlowOpd(Method[FlowOpdConfig]):
             )
         if config.kl_norm != "none" and run.train.micro_batch == 1:
             raise UserError(
-                f"method.flow_opd.kl_norm={config.kl_norm} compares the rows of a micro-batch, and train.micro_batch is 1, so every "
-                "reward would be 0: raise it, or use kl_norm=none"
+                f"method.flow_opd.kl_norm={config.kl_norm} compares the rows of a micro-batch, and train.micro_batch is 1, so "
+                "every reward would be 0: raise it, or use kl_norm=none"
             )
         if config.opd_reward == "sampled" and sampling.reduction != "mean":
             raise UserError(

@@ -121,7 +121,8 @@ class FlowSft(Method[FlowSftConfig]):
                     f"{prompts.metadata[0][self.config.image_column]!r} {_size(found[0])}: give all pictures one size"
                 )
         images = torch.stack(found)
-        final = torch.cat([adapter.encode_images(part) for part in images.split(state.sampling.decode_batch)])
+        sampling: Any = state.sampling
+        final = torch.cat([adapter.encode_images(part) for part in images.split(sampling.decode_batch)])
         wanted = adapter.latent_shape(state.sampling)
         if tuple(final.shape[1:]) != tuple(wanted):
             raise UserError(

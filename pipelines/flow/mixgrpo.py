@@ -141,7 +141,8 @@ class MixGrpo(Method[MixGrpoConfig]):
         unread = [key for key in unread_options(self.config.order) if _changed(self.config, key)]
         if unread:
             raise UserError(
-                f"method.mixgrpo.order={self.config.order} does not read {' and '.join(unread)}: leave it out, or use another order"
+                f"method.mixgrpo.order={self.config.order} does not read {' and '.join(unread)}: leave it out, or use another "
+                "order"
             )
 
     def units_per_row(self, sampling: Any) -> int:

@@ -109,7 +109,7 @@ def test_flux_without_an_embedding_ignores_the_scale_and_has_a_static_shift(buil
     latents, _ = plain(own.pipeline, prompts, noise, 4, max_sequence_length=10)
     assert torch.allclose(pack(rows.data["final"]), latents, atol=1e-5)
     assert torch.allclose(rows.shared["sigmas"], torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
-    with pytest.raises(UserError, match="embedded_guidance is 5, but this network .* takes no guidance"):
+    with pytest.raises(UserError, match=r"embedded_guidance is 5, but this network .* takes no guidance"):
         own.sample(prompts, seed=2, sampling=options.model_copy(update={"embedded_guidance": 5.0}))
 
 

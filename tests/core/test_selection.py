@@ -95,7 +95,7 @@ def test_a_figure_that_the_shared_samples_lack_is_refused() -> None:
     """The first evaluation has it on its many samples, and no later one would: the best weights were never kept."""
     found = selection(checkpoint={"best": "a"})
     many = rows(None, None, None, None, 1, 0, 1, 1)
-    with pytest.raises(UserError, match="'a' has no value on the first 4 samples.*raise eval.samples"):
+    with pytest.raises(UserError, match=r"'a' has no value on the first 4 samples.*raise eval.samples"):
         found.check(Evaluation(rows=many, metrics=summarise(many)[0], by_tag={}))
     found.check(Evaluation(rows=rows(1, *[None] * 7), metrics={"a": 1.0}, by_tag={}))
 

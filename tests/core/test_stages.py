@@ -196,6 +196,15 @@ def test_what_was_deleted_or_damaged_between_two_starts_is_told(
         vg.train(config, out=run, resume=True)
 
 
+def test_a_merge_writes_over_nothing_of_the_user(tmp_path: Path) -> None:
+    mine = tmp_path / "pipe/both/model"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="is there already, and stage 'both' would write over it"):
+        vg.train(pipeline(tmp_path), out=tmp_path / "pipe")
+    assert [path.name for path in (tmp_path / "pipe").rglob("*.*")] == ["thesis.txt"]
+
+
 def test_a_pipeline_goes_on_where_its_folder_was_moved_to(reference: Any, tmp_path: Path) -> None:
     """A stage that has begun holds the paths of the old place."""
     config, whole = reference

@@ -168,7 +168,7 @@ def test_bad_tasks(tmp_path: Path, over: dict[str, Any], message: str) -> None:
 def test_the_cycle_needs_the_prompts_of_a_step_in_every_task(tmp_path: Path) -> None:
     """Refused at the start, and not when the turn of the short task comes, five steps later."""
     cycle = {"method": {"task_cycle": {"steps": {"say": 5, "shout": 1}}}, "train.prompts_per_step": 14}
-    with pytest.raises(UserError, match="task 'shout' has 12 for train.prompts_per_step=14: use 12 or fewer"):
+    with pytest.raises(UserError, match=r"task 'shout' has 12 for train.prompts_per_step=14: use 12 or fewer"):
         vg.train(two_tasks(tmp_path), overrides=cycle, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -348,7 +348,9 @@ def test_a_stack_that_cannot_distil_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"method=\[flow_grpo, flow_opd\]"):
         plan(two_tasks(tmp_path, [{"flow_opd": options}, STACK]))
     plan(
-        two_tasks(tmp_path, [STACK, {"flow_opd": {**options, "reward_mode": "task_only"}}, {"vipo": {"maps": "colours"}}])
+        two_tasks(
+            tmp_path, [STACK, {"flow_opd": {**options, "reward_mode": "task_only"}}, {"vipo": {"maps": "colours"}}]
+        )
     )
 
 
@@ -533,7 +535,9 @@ def test_pictures_have_the_size_that_is_sampled_and_levels_are_those_of_the_netw
     mixed = [str(tmp_path / f"{name}.png") for name in ("a", "wide")] * 2
     with pytest.raises(UserError, match=r"has (4 x 4|8 x 4) pixels, and .* (4 x 4|8 x 4): give all pictures one size"):
         pictured(tmp_path, *mixed, adapter=adapter)
-    with pytest.raises(UserError, match=r"8 x 8 pixels give latents \[3, 8, 8\], but the model is sampled at \[3, 4, 4\]"):
+    with pytest.raises(
+        UserError, match=r"8 x 8 pixels give latents \[3, 8, 8\], but the model is sampled at \[3, 4, 4\]"
+    ):
         pictured(tmp_path, *[str(tmp_path / "large.png")] * 4, adapter=adapter)
 
 

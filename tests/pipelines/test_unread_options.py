@@ -24,7 +24,11 @@ def opd(**options: Any) -> list[Any]:
     ("method", "over", "message"),
     [
         # of the loss
-        (["diffusion_nft"], {"loss": {"surrogate": "sapo"}}, "'diffusion_nft' has a loss of its own, .* loss.surrogate"),
+        (
+            ["diffusion_nft"],
+            {"loss": {"surrogate": "sapo"}},
+            "'diffusion_nft' has a loss of its own, .* loss.surrogate",
+        ),
         (["flow_sft"], {"ratio": {"dual_clip": 3.0}}, "'flow_sft' has a loss of its own, .* ratio.dual_clip"),
         (opd(), {"ratio": {"level": "sequence"}}, "'flow_opd' has a loss of its own, .* ratio.level"),
         (opd(), {"ratio": {"delta": 2.0}, "loss": {"surrogate": "vespo"}}, "ratio.delta and loss.surrogate"),
@@ -48,7 +52,11 @@ def opd(**options: Any) -> list[Any]:
         ("mixgrpo", {"eval": {"sampling": {"tail_ratio": 0.4}}}, "eval.sampling.tail_ratio"),
         ("flow_grpo", {"sampling": {"negative_prompt": "ugly"}}, "sampling.guidance is 1"),
         ("diffusion_nft", {"sampling": {"same_noise": True}}, "solver 'dpm' adds none, so they would be equal"),
-        ("v_grpo", {"sampling": {"noise_scale": 0.5}}, r"noise_scale \(0.5\) is of noisy steps, and solver 'ode' has none"),
+        (
+            "v_grpo",
+            {"sampling": {"noise_scale": 0.5}},
+            r"noise_scale \(0.5\) is of noisy steps, and solver 'ode' has none",
+        ),
         # of the run
         ("flow_grpo", {"combine": {"batch_step": False}}, "second step of combine.how=gdpo; sum has none"),
         (["flow_grpo", "gdpo"], {"combine": {"zero_flat": False}}, "combine.how=gdpo combine.level=tokens alone"),

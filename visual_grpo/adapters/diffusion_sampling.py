@@ -84,18 +84,18 @@ class DiffusionSampling(SamplingConfig):
             )
         if "noise_scale" in self.model_fields_set and self.deterministic:
             raise UserError(
-                f"sampling.noise_scale ({self.noise_scale:g}) is of noisy steps, and solver {self.solver!r} has none: leave it out, or "
-                "set sampling.solver to flow_sde, dance_sde, cps or ddim"
+                f"sampling.noise_scale ({self.noise_scale:g}) is of noisy steps, and solver {self.solver!r} has none: leave it "
+                "out, or set sampling.solver to flow_sde, dance_sde, cps or ddim"
             )
         if self.same_noise and self.deterministic:
             raise UserError(
-                f"sampling.same_noise gives the samples of a prompt one initial noise, and solver {self.solver!r} adds none, so they "
-                "would be equal: leave it out, or use a noisy solver"
+                f"sampling.same_noise gives the samples of a prompt one initial noise, and solver {self.solver!r} adds none, so "
+                "they would be equal: leave it out, or use a noisy solver"
             )
         if self.negative_prompt and self.guidance == 1:
             raise UserError(
-                f"sampling.negative_prompt {self.negative_prompt!r} is read by guidance alone, and sampling.guidance is 1 (none): "
-                "raise it, or leave the negative prompt out"
+                f"sampling.negative_prompt {self.negative_prompt!r} is read by guidance alone, and sampling.guidance is 1 "
+                "(none): raise it, or leave the negative prompt out"
             )
 
     def check_evaluation(self, given: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class PolicyAdapter(ABC):
     given_rows: ClassVar[bool] = False
     """Whether it has `rows_from_texts`."""
 
-    @classmethod
+    @classmethod  # noqa: B027 - most families take every option
     def check_sampling(cls, sampling: Any, where: str) -> None:
         """Refuse options that no model of the family has, before weights are loaded; `where` is their section.
 

@@ -77,8 +77,8 @@ class UNetAdapter(PipelineAdapter):
         """The schedule is the model's own: it was trained on these levels alone."""
         if sampling.schedule != "scheduler" or sampling.shift is not None:
             raise UserError(
-                f"{where}.schedule ({sampling.schedule}) and {where}.shift ({sampling.shift}) are of flow-matching models; this one "
-                f"has a schedule of its own: set {where}.schedule=scheduler {where}.shift=null"
+                f"{where}.schedule ({sampling.schedule}) and {where}.shift ({sampling.shift}) are of flow-matching models; this "
+                f"one has a schedule of its own: set {where}.schedule=scheduler {where}.shift=null"
             )
         if sampling.max_sequence_length is not None:
             raise UserError(f"{where}.max_sequence_length: CLIP's length is fixed; leave the key out for this model")
