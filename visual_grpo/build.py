@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from visual_grpo.held_out import weights_to_export
 from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.resumption import MAY_CHANGE
+from visual_grpo.reward_runner import RewardSpec
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.selection import BEST
@@ -38,6 +39,7 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
     config = plan.config
     train_prompts, eval_prompts = read_prompts(plan)
     suite = build_suite(plan, ranks.device)
+    check_applies(suite.specs, train_prompts, eval_prompts)
     torch.manual_seed(config.train.seed)
     adapter = plan.adapter_class.load(config.model, device=ranks.device, sampling=plan.sampling)
     policy = Policy(adapter, config.model, seed=config.train.seed)
@@ -81,6 +83,29 @@ def read_prompts(plan: Plan) -> tuple[list[PromptRow], list[PromptRow]]:
     check_balance(train_prompts, config.data)
     check_disjoint(train_prompts, eval_prompts, config)
     return train_prompts, eval_prompts
+
+
+def check_applies(
+    specs: Sequence[RewardSpec], train_prompts: Sequence[PromptRow], eval_prompts: Sequence[PromptRow]
+) -> None:
+    """Refuse a reward whose `applies` fits no prompt: it would score nothing.
+
+    Raises:
+        UserError: naming the reward, and the key where no prompt has it.
+    """
+    for spec in specs:
+        rows = eval_prompts if spec.eval_only else train_prompts
+        if not isinstance(spec.applies, Mapping) or any(spec.matches(row.metadata) for row in rows):
+            continue
+        known = list(dict.fromkeys(key for row in rows for key in row.metadata))
+        absent = [key for key in spec.applies if key not in known]
+        why = (
+            f"no prompt has the column {absent[0]!r}.{did_you_mean(absent[0], known)}" if absent else "no value is so."
+        )
+        raise UserError(
+            f"rewards.{spec.name}.applies {dict(spec.applies)} fits none of the {len(rows)} prompts: {why} Columns: "
+            f"{', '.join(known)}"
+        )
 
 
 def check_balance(rows: Sequence[PromptRow], data: DataConfig) -> None:

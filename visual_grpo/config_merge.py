@@ -46,6 +46,10 @@ def reward_map(value: Any) -> Any:
     return {k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
 
 
+WHOLE = frozenset({"rewards", "sources", "params", "options", "applies", "gate", "merge", "teachers", "steps"})
+"""Mappings whose keys are names of the user's own, not options."""
+
+
 class Dotted(dict[str, Any]):
     """What a dotted key gives (`rewards.ocr.weight=2`): it changes this entry of what is there and leaves the others."""
 
@@ -53,8 +57,8 @@ class Dotted(dict[str, Any]):
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dict `base` with the values of `over` on top; neither is changed.
 
-    Lists are replaced, and so are `rewards`, `sources` and `params`, unless the value is `Dotted`: `rewards={ocr: 1}` is another
-    set of rewards, `rewards.ocr=1` one more reward or another weight.
+    Lists are replaced, and so are mappings with keys of the user's own (`WHOLE`), unless the value is `Dotted`: `rewards={ocr: 1}`
+    is another set of rewards, `rewards.ocr=1` one more reward or another weight.
 
     Raises:
         UserError: a dotted `method.NAME...` whose method is not in the stack.
@@ -67,7 +71,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if key == "rewards" and isinstance(value, Dotted):
             present, value = _forms(reward_map, present), _forms(reward_map, value)
-        whole = key in {"rewards", "sources", "params"} and not isinstance(value, Dotted)
+        whole = key in WHOLE and not isinstance(value, Dotted)
         if isinstance(value, Mapping) and isinstance(present, Mapping) and not whole:
             out[key] = merge(present, value)
         else:

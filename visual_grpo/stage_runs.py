@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_grpo.build import build_suite, read_prompts, run_plan
+from visual_grpo.build import build_suite, check_applies, read_prompts, run_plan
 from visual_grpo.config import to_yaml
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError, UserError
@@ -187,8 +187,10 @@ def _check_inputs(stage: Stage, ranks: Ranks) -> None:
     """Prompts and rewards of a stage that may begin hours from now."""
     assert stage.plan is not None
     try:
-        read_prompts(stage.plan)
-        build_suite(stage.plan, ranks.device).close()
+        prompts = read_prompts(stage.plan)
+        suite = build_suite(stage.plan, ranks.device)
+        suite.close()
+        check_applies(suite.specs, *prompts)
     except UserError as error:
         raise UserError(f"stage {stage.name!r}: {error}") from None
 

@@ -36,6 +36,37 @@ def test_a_whole_value_replaces() -> None:
     assert rewards("rewards={ocr: 2}") == {"ocr": (2.0, {})}
 
 
+def test_a_whole_mapping_of_names_replaces_and_a_dotted_one_adds() -> None:
+    """Before, `mean.merge={words: 1}` left the other stage in the mean, and `applies={tag: b}` asked for both."""
+    base = {
+        "rewards": {"ocr": {"applies": {"task": "words"}}},
+        "combine": {"gate": {"a": 1.0}},
+        "method": [{"flow_opd": {"teachers": {"x": "1", "y": "2"}}}, {"task_cycle": {"steps": {"x": 1, "y": 3}}}],
+        "merge": {"x": 1.0, "y": 1.0},
+        "train": {"steps": 5},
+    }
+    whole = merge(
+        base,
+        parse_overrides(
+            [
+                "rewards.ocr.applies={tag: b}",
+                "combine.gate={b: 2}",
+                "method.flow_opd.teachers={x: 3}",
+                "method.task_cycle.steps={y: 1}",
+                "merge={y: 3}",
+            ]
+        ),
+    )
+    assert whole["rewards"]["ocr"]["applies"] == {"tag": "b"}
+    assert whole["combine"]["gate"] == {"b": 2}
+    assert whole["method"] == [{"flow_opd": {"teachers": {"x": 3}}}, {"task_cycle": {"steps": {"y": 1}}}]
+    assert whole["merge"] == {"y": 3}
+    dotted = merge(base, parse_overrides(["method.flow_opd.teachers.x=3", "merge.y=3", "train.steps=7"]))
+    assert dotted["method"][0] == {"flow_opd": {"teachers": {"x": 3, "y": "2"}}}
+    assert dotted["merge"] == {"x": 1.0, "y": 3}
+    assert dotted["train"] == {"steps": 7}
+
+
 def test_overrides_add_up() -> None:
     assert set(rewards("rewards.ocr=1", "rewards.length=2")) == {"geneval", "pickscore", "ocr", "length"}
     assert rewards("rewards=ocr", "rewards.length=2") == {"ocr": (1.0, {}), "length": (2.0, {})}

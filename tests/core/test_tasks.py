@@ -173,6 +173,22 @@ def test_the_cycle_needs_the_prompts_of_a_step_in_every_task(tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("applies", "message"),
+    [
+        ({"tsk": "say"}, r"no prompt has the column 'tsk'. Did you mean 'task'"),
+        ({"task": "say", "tag": "none"}, "fits none of the 28 prompts: no value is so"),
+        ({"task": []}, "no value is so"),
+    ],
+)
+def test_a_reward_that_applies_to_no_prompt_is_refused(tmp_path: Path, applies: dict[str, Any], message: str) -> None:
+    config = two_tasks(tmp_path)
+    config["rewards"]["exact_match"] = {"applies": applies}
+    with pytest.raises(UserError, match=message):
+        vg.train(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_cycle_needs_tasks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="task_cycle needs several tasks"):
         plan(toy_config(tmp_path, method="task_cycle"))
