@@ -57,8 +57,8 @@ class Dotted(dict[str, Any]):
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dict `base` with the values of `over` on top; neither is changed.
 
-    Lists are replaced, and so are mappings with keys of the user's own (`WHOLE`), unless the value is `Dotted`: `rewards={ocr: 1}`
-    is another set of rewards, `rewards.ocr=1` one more reward or another weight.
+    Lists are replaced, and so are mappings with keys of the user's own (`WHOLE`), unless the value is `Dotted`:
+    `rewards={ocr: 1}` is another set of rewards, `rewards.ocr=1` one more reward or another weight.
 
     Raises:
         UserError: a dotted `method.NAME...` whose method is not in the stack.
