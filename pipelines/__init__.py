@@ -104,6 +104,14 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.pipelines.flow.v_grpo:quickstart",
         "V-GRPO teaches a tiny SD3 to follow its prompts, in minutes on a laptop",
     ),
+    "v_grpo_sd15_tiny": (
+        "visual_grpo.pipelines.flow.v_grpo:v_grpo_sd15_tiny",
+        "V-GRPO teaches a tiny SD1.5 to follow its prompts",
+    ),
+    "flow_grpo_sd15_tiny": (
+        "visual_grpo.pipelines.flow.flow_grpo:flow_grpo_sd15_tiny",
+        "Flow-GRPO on a tiny SD1.5, DDIM transitions",
+    ),
     "v_grpo_tiny": (
         "visual_grpo.pipelines.flow.v_grpo:v_grpo_tiny",
         "V-GRPO on the testbed's scenes with twice the batch, a quarter of an hour",

@@ -109,10 +109,13 @@ class FlowGrpo(Method[FlowGrpoConfig]):
         return state.policy.sample(prompts, seed=rollout_seed(state), sampling=sampling, units=units)
 
 
+TINY_SD3 = ModelConfig(adapter="sd3", path="testbed/sd3_tiny")
+
+
 def scenes(name: str, method: Any, summary: str, **sections: Any) -> RunConfig:
     """The tiny SD3 on the testbed's scenes with its GenEval reward; shared by the flow methods' tiny recipes."""
     settings: dict[str, Any] = {
-        "model": ModelConfig(adapter="sd3", path="testbed/sd3_tiny"),
+        "model": TINY_SD3,
         "data": DataConfig(source="testbed/scenes", balance="tag"),
         "rewards": {"geneval": RewardConfig(params={"mode": "mixed", "detector": "testbed"})},
         "sampling": {"steps": 6, "guidance": 1.0},
@@ -142,6 +145,19 @@ def tiny_training(steps: int) -> TrainConfig:
         units_per_pass=1,
         optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
         ema=EmaConfig(decay=0.9, every=1),
+    )
+
+
+def flow_grpo_sd15_tiny() -> RunConfig:
+    """Flow-GRPO on the tiny Stable Diffusion 1.5: DDIM transitions with eta 1, `flow_grpo_tiny` otherwise."""
+    return scenes(
+        "flow_grpo_sd15_tiny",
+        "flow_grpo",
+        "Flow-GRPO on a tiny SD1.5, DDIM transitions",
+        model=ModelConfig(adapter="sd15", path="testbed/sd15_tiny"),
+        sampling={"steps": 6, "guidance": 1.0, "solver": "ddim", "noise_scale": 1.0},
+        kl=KlConfig(beta=0.3, estimator="gaussian"),
+        train=tiny_training(24),
     )
 
 

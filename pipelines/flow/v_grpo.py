@@ -26,6 +26,7 @@ from visual_grpo.config import (
     EmaConfig,
     EvalConfig,
     KlConfig,
+    ModelConfig,
     OptimizerConfig,
     RatioConfig,
     RewardConfig,
@@ -36,7 +37,7 @@ from visual_grpo.config_rewards import CombineConfig
 from visual_grpo.divergences import velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
-from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.flow_grpo import TINY_SD3, scenes, sd35_medium
 from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
 from visual_grpo.schedules import draw_stratified
 from visual_grpo.types import MicroBatch, RolloutBatch
@@ -145,12 +146,23 @@ class VGrpo(Method[VGrpoConfig]):
         return {"kl_old": self.config.kl_old_beta * (unit * coefficients).sum()}
 
 
-def _tiny(name: str, summary: str, *, steps: int, every: int, prompts: int, lr: float, pull: float) -> RunConfig:
+def _tiny(
+    name: str,
+    summary: str,
+    *,
+    steps: int,
+    every: int,
+    prompts: int,
+    lr: float,
+    pull: float,
+    model: ModelConfig = TINY_SD3,
+) -> RunConfig:
     """What was found to matter on the testbed: averaged weights and a learning rate that falls to 0 (docs/results.md)."""
     return scenes(
         name,
         {"v_grpo": {"pairs": 3}},
         summary,
+        model=model,
         sampling={"steps": 6, "guidance": 1.0},
         advantage=AdvantageConfig(soft_clip=5.0),
         kl=KlConfig(beta=pull, estimator="prediction"),
@@ -176,6 +188,13 @@ def v_grpo_tiny() -> RunConfig:
     """V-GRPO on the tiny SD3 with twice the batch for about a quarter of an hour: as far as it goes before it drifts."""
     summary = "V-GRPO on the testbed's scenes with twice the batch, a quarter of an hour"
     return _tiny("v_grpo_tiny", summary, steps=80, every=40, prompts=16, lr=2.6e-4, pull=0.4)
+
+
+def v_grpo_sd15_tiny() -> RunConfig:
+    """V-GRPO on the tiny Stable Diffusion 1.5, whose UNet predicts the noise: `quickstart` but for the model and the length."""
+    summary = "V-GRPO teaches a tiny SD1.5 to follow its prompts"
+    model = ModelConfig(adapter="sd15", path="testbed/sd15_tiny")
+    return _tiny("v_grpo_sd15_tiny", summary, steps=40, every=20, prompts=8, lr=3e-4, pull=0.3, model=model)
 
 
 def v_grpo_sd35_medium() -> RunConfig:
