@@ -292,11 +292,15 @@ def uncertain_units(rollouts: RolloutBatch, share: float, state: LoopState) -> T
     """
     units = torch.arange(rollouts.num_units)
     entropy = torch.zeros(rollouts.unit_mask.shape, dtype=torch.float64)
-    for index in torch.arange(len(rollouts)).split(state.config.train.micro_batch):
+    size = state.config.train.micro_batch
+    for start in range(0, len(rollouts), size):  # none where no row is left
+        index = torch.arange(start, min(start + size, len(rollouts)))
         part = rollouts.select(index).to(state.policy.device)
         found = state.policy.log_prob(part, units.to(state.policy.device), entropy=True).entropy
         if found is None:
-            raise UserError("loss.top_entropy needs the entropy of each token, which this adapter does not give: leave it out")
+            raise UserError(
+                "loss.top_entropy needs the entropy of each token, which this adapter does not give: leave it out"
+            )
         entropy[index] = found.cpu().double()
     kept = rollouts.unit_mask.cpu()
     everywhere = state.ranks.gather(entropy[kept])[None]

@@ -17,6 +17,7 @@ from toy_run import prepared, toy_config, toy_trainer
 import visual_grpo as vg
 from visual_grpo.api import plan
 from visual_grpo.errors import UserError
+from visual_grpo.loss import uncertain_units
 from visual_grpo.metrics import Stats
 from visual_grpo.trainer import Trainer
 
@@ -96,6 +97,8 @@ def test_top_entropy_trains_the_most_uncertain_tokens(tmp_path: Path) -> None:
     entropy = trainer.policy.log_prob(rollouts, torch.arange(rollouts.num_units), entropy=True).entropy
     trainer.writer.close()
     assert entropy is not None
+    none = uncertain_units(rollouts.select(torch.tensor([], dtype=torch.int64)), 0.3, trainer.state)
+    assert none.shape == (0, rollouts.num_units)
     limit = torch.quantile(entropy[kept], 0.7)
     assert torch.equal(rows.weights.bool()[kept], (entropy >= limit - 1e-5)[kept])
     assert 0.3 <= float(rows.weights[kept].mean()) < 0.6

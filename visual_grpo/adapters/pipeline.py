@@ -64,10 +64,11 @@ class PipelineAdapter(DiffusionAdapter):
 
         resolved = cls._resolved(config)
         dtype = getattr(torch, config.dtype)
+        kind = getattr(diffusers, cls.pipeline_class)  # imports transformers, or `loading` would not find its progress bars
         with loading(config.path, resolved), warnings.catch_warnings():
             # The new name of the argument is not known to every supported version of diffusers, which would ignore it.
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
-            pipeline = getattr(diffusers, cls.pipeline_class).from_pretrained(
+            pipeline = kind.from_pretrained(
                 resolved,
                 torch_dtype={"default": dtype, "vae": torch.promote_types(dtype, torch.float32)},
                 use_safetensors=True,
