@@ -189,7 +189,7 @@ class PipelineAdapter(DiffusionAdapter):
             one = measured_activation_bytes(
                 module, call, recomputed=cls.recomputed if config.gradient_checkpointing else ()
             )
-            return sequences * one, f"activations = {sequences} sequences x {one} bytes, measured on the meta device"
+            return sequences * one, f"activations = {sequences} sequences x {one / 2**20:.0f} MiB, measured on the meta device"
         height, width = (side // cls.cell(net) for side in size)
         return transformer_activation_bytes(
             cls.blocks(net, image_tokens=height * width, text_tokens=text_tokens),
