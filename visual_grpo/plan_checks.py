@@ -40,8 +40,8 @@ def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str
     updates = config.train.updates_per_step * config.train.epochs_per_step
     if loss.off_policy_max is not None and updates == 1 and config.ratio.old == "auto":
         raise UserError(
-            "loss.off_policy_max compares with the old log-probs, which the only update on a rollout does not differ from: leave it "
-            "out, or set train.updates_per_step or train.epochs_per_step above 1, or ratio.old=sampler"
+            "loss.off_policy_max compares with the old log-probs, from which the only update on a rollout does not differ: leave "
+            "it out, or set train.updates_per_step or train.epochs_per_step above 1, or ratio.old=sampler"
         )
     lengths = loss.aggregation in ("fixed_length", "token_sum_over_length")
     if lengths and loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
