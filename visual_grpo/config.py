@@ -169,6 +169,16 @@ class LossConfig(Section):
     ] = "sequence_mean_token_mean"
     max_length: Positive | None = Field(None, description="divisor of fixed_length; null = the sampler's limit")
     mask_truncated: bool = Field(False, description="samples that hit the length limit are masked out of the loss")
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="share of the step's tokens that the surrogate trains, those with the highest entropy before the updates, "
+        "at the price of one more forward pass; divisors stay (arXiv 2506.01939; TRL's top_entropy_quantile)",
+    )
+    off_policy_max: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="nats: the surrogate leaves out answers with a negative advantage whose mean old minus new log-prob is "
+        "above it (DeepSeek-V3.2; TRL's off_policy_mask_threshold)",
+    )
 
 
 class KlConfig(Section):

@@ -190,12 +190,21 @@ def _hub(source: str, split: str) -> list[dict[str, Any]]:
         ) from None
 
 
+def _said(prompt: Any) -> tuple[Any, Any]:
+    """(user's text, system's text or None) of a conversation `[{role, content}, ...]`, as TRL's data sets have; else as it is."""
+    messages = prompt if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt) else []
+    if [m.get("role") for m in messages] not in (["user"], ["system", "user"]):
+        return prompt, None
+    return messages[-1].get("content"), messages[0].get("content") if len(messages) == 2 else None
+
+
 def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
-    prompt = record.get(config.prompt_column)
+    prompt, system = _said(record.get(config.prompt_column))
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(
-            f"{config.source}, record {number}: column {config.prompt_column!r} must be a non-empty text, got {prompt!r}; "
-            f"the record has the columns {', '.join(map(str, record))}. Set data.prompt_column."
+            f"{config.source}, record {number}: column {config.prompt_column!r} must be a non-empty text, or a conversation of "
+            f"one user message with at most a system message before it, got {prompt!r}; the record has the columns "
+            f"{', '.join(map(str, record))}. Set data.prompt_column."
         )
     for column, value in record.items():
         if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
@@ -210,8 +219,9 @@ def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
                 f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column)"
             )
         metadata["answer"] = record[config.answer_column]
-    if config.system_prompt is not None:
-        metadata["system"] = config.system_prompt
+    system = system if config.system_prompt is None else config.system_prompt
+    if system is not None:
+        metadata["system"] = system
     return PromptRow(prompt=prompt, metadata=metadata)
 
 

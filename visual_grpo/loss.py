@@ -17,12 +17,20 @@ from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState
-from visual_grpo.objectives import Metrics, importance_log_ratio
+from visual_grpo.objectives import (
+    Metrics,
+    entropy_threshold,
+    importance_log_ratio,
+    off_policy_sequence_mask,
+    top_entropy_mask,
+)
 from visual_grpo.stack import MethodStack
 from visual_grpo.types import LogProb, MicroBatch, RolloutBatch, Span
 
 RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5, 42)), torch.tensor([1e9])])
 """Edges of the histogram of ratios: fine around 1, which lies in the middle of a bin, and open at both ends."""
+ENTROPY_TIE = 1e-5
+"""Nats below which entropies count as equal."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +83,8 @@ def step_totals(rows: LossInputs, micro_batches: int, ranks: Ranks | None = None
 def couples_units(stack: MethodStack, state: LoopState) -> bool:
     """True where the loss of a unit depends on the log-probs of other units of its row."""
     ratio, loss = state.config.ratio, state.config.loss
-    return stack.needs.couples_units or ratio.level != "token" or loss.surrogate == "vespo"
+    by_row = ratio.level != "token" or loss.surrogate == "vespo" or loss.off_policy_max is not None
+    return stack.needs.couples_units or by_row
 
 
 def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopState) -> Iterator[tuple[Tensor, Metrics]]:
@@ -191,13 +200,20 @@ def surrogate_loss(
 ) -> tuple[Tensor, Metrics]:
     """Aggregate the weighted surrogate of one pass: (scalar, figures)."""
     unit_loss, metrics = stack.surrogate(micro, state)
+    figures = dict(metrics)
+    limit = state.config.loss.off_policy_max
+    if limit is not None:
+        stays = off_policy_sequence_mask(
+            micro.log_prob.value, micro.old_log_prob, micro.advantages, micro.mask, threshold=limit
+        )
+        unit_loss = torch.where(stays, unit_loss, 0.0)
+        figures["off_policy_fraction"] = ((~stays * micro.mask).sum(), micro.mask.sum())
     unit_loss = reduce_map(unit_loss)
     weights = stack.chain("live_weights", rows.weights[:, micro.units], micro, state)
     scale = (weights * coefficients[:, micro.units]).to(unit_loss.dtype)
     loss = (unit_loss * scale).sum()
     ratio = (micro.log_prob.value.detach() - micro.old_log_prob).clamp(-20, 20).exp()
     kept = expand_units(micro.mask, ratio, "mask").expand_as(ratio) > 0
-    figures = dict(metrics)
     if kept.any():
         figures["ratio_max"] = (ratio[kept].max(), torch.tensor(1.0))
         bins = torch.bucketize(ratio[kept].cpu().float(), RATIO_BINS[1:-1])
@@ -255,9 +271,40 @@ def reference_divergence(micro: MicroBatch, state: LoopState) -> Tensor:
 
 
 def fixed_weights(rows: LossInputs, stack: MethodStack, state: LoopState) -> LossInputs:
-    """Mask truncated rows out where asked; done before the totals are counted."""
+    """Mask truncated rows and weigh certain tokens out where asked; done before the totals are counted."""
     rollouts = rows.rollouts
-    if not state.config.loss.mask_truncated or rollouts.truncated is None:
-        return rows
-    mask = rollouts.unit_mask & ~rollouts.truncated.to(rollouts.unit_mask.device)[:, None]
-    return replace(rows, rollouts=replace(rollouts, unit_mask=mask))
+    if state.config.loss.mask_truncated and rollouts.truncated is not None:
+        mask = rollouts.unit_mask & ~rollouts.truncated.to(rollouts.unit_mask.device)[:, None]
+        rows = replace(rows, rollouts=replace(rollouts, unit_mask=mask))
+    share = state.config.loss.top_entropy
+    return rows if share is None else replace(rows, weights=rows.weights * uncertain_units(rows.rollouts, share, state))
+
+
+@torch.no_grad()
+def uncertain_units(rollouts: RolloutBatch, share: float, state: LoopState) -> Tensor:
+    """Flags [N, T] of the `share` most uncertain kept units of all processes, under the present weights.
+
+    Units that samples of a prompt begin with have one entropy but for rounding: ties stay together, or the choice would depend on
+    the micro-batches.
+
+    Raises:
+        UserError: the adapter gives no entropies.
+    """
+    units = torch.arange(rollouts.num_units)
+    entropy = torch.zeros(rollouts.unit_mask.shape, dtype=torch.float64)
+    size = state.config.train.micro_batch
+    for start in range(0, len(rollouts), size):  # none where no row is left
+        index = torch.arange(start, min(start + size, len(rollouts)))
+        part = rollouts.select(index).to(state.policy.device)
+        found = state.policy.log_prob(part, units.to(state.policy.device), entropy=True).entropy
+        if found is None:
+            raise UserError(
+                "loss.top_entropy needs the entropy of each token, which this adapter does not give: leave it out"
+            )
+        entropy[index] = found.cpu().double()
+    kept = rollouts.unit_mask.cpu()
+    everywhere = state.ranks.gather(entropy[kept])[None]
+    limit = entropy_threshold(everywhere, torch.ones_like(everywhere), share)
+    if everywhere.numel():
+        state.figure("top_entropy/threshold", limit)
+    return top_entropy_mask(entropy, kept, share, threshold=limit - ENTROPY_TIE).to(rollouts.unit_mask.device)

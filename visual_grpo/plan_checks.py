@@ -34,6 +34,15 @@ def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str
         )
     if loss.mask_truncated and denoises:
         raise UserError("loss.mask_truncated masks texts that hit a length limit; pictures have none: leave it out")
+    for name in ("top_entropy", "off_policy_max"):
+        if getattr(loss, name) is not None and denoises:
+            raise UserError(f"loss.{name} is for tokens, and this model has none: leave it out")
+    updates = config.train.updates_per_step * config.train.epochs_per_step
+    if loss.off_policy_max is not None and updates == 1 and config.ratio.old == "auto":
+        raise UserError(
+            "loss.off_policy_max compares with the old log-probs, from which the only update on a rollout does not differ: leave "
+            "it out, or set train.updates_per_step or train.epochs_per_step above 1, or ratio.old=sampler"
+        )
     lengths = loss.aggregation in ("fixed_length", "token_sum_over_length")
     if lengths and loss.max_length is None and getattr(sampling, "max_new_tokens", None) is None:
         raise UserError(

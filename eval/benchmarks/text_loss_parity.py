@@ -72,7 +72,7 @@ def side_losses(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.module.parameters():
-            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
     rollouts = policy.sample(_prompts(work, shape), seed=seed, sampling=made.sampling)
     assert rollouts.old_log_prob is not None
     rollouts.old_log_prob = rollouts.old_log_prob + 0.3 * torch.randn(rollouts.unit_mask.shape, generator=generator)

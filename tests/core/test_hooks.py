@@ -16,7 +16,7 @@ from toy_run import toy_trainer
 
 from visual_grpo.aggregation import Totals, aggregation_coefficients
 from visual_grpo.combination import judged
-from visual_grpo.loss import LossInputs, regularisers
+from visual_grpo.loss import LossInputs, regularisers, surrogate_loss
 from visual_grpo.method import LoopState, Method, MethodConfig
 from visual_grpo.metrics import Stats, flat_rows
 from visual_grpo.stack import MethodStack
@@ -94,6 +94,25 @@ def test_importance_makes_the_gradient_of_the_estimate_that_of_the_kl(on_policy:
             torch.testing.assert_close(total, kl, rtol=0, atol=1e-12)
     torch.testing.assert_close(found[True], exact, rtol=0, atol=1e-12)
     assert float((found[False] - exact).abs().max()) > 1e-2
+
+
+def test_answers_that_the_policy_has_left_are_not_pushed_down_further() -> None:
+    """Mean old minus new log-prob 0.3, 0.3 and 0.05; of the two with a negative advantage only the far one goes."""
+    mask = mask_of([2, 3, 2])
+    rows = inputs_of(mask, torch.tensor([-1.0, 1.0, -1.0]).double(), [0, 0, 0])
+    log_prob = torch.tensor([[-0.6, 0.0, 9.0], [-0.3, -0.3, -0.3], [0.0, -0.1, 9.0]]).double().requires_grad_()
+    coefficients = aggregation_coefficients(mask.double(), Totals.of_mask(mask), mode="token_mean")
+    found = {}
+    for limit in (None, 0.2):
+        state = state_of(loss={"off_policy_max": limit})
+        state.on_policy = False
+        loss, figures = surrogate_loss(MethodStack({}), micro_of(rows, log_prob), rows, coefficients, state)
+        (found[limit],) = torch.autograd.grad(loss, log_prob)
+    assert (found[None][0, :2] != 0).any()
+    assert (found[0.2][0] == 0).all()
+    torch.testing.assert_close(found[0.2][1:], found[None][1:], rtol=0, atol=0)
+    share, count = figures["off_policy_fraction"]
+    assert (float(share), float(count)) == (2, 7)
 
 
 class Watched(Method[MethodConfig]):

@@ -35,6 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "two epochs, token mean": {"train": {"epochs_per_step": 2}, "loss": {"aggregation": "token_mean"}},
     "batch scope": {"advantage": {"scope": "batch"}},
+    "uncertain tokens, near answers": {
+        "loss": {"top_entropy": 0.5, "off_policy_max": 1e-3},
+        "train": {"updates_per_step": 2},
+    },
     "flat groups dropped": {"rewards": {"test_processes:rarely": 1.0}, "advantage": {"drop_flat": True}},
     "rows of one process only": {
         "rewards": {"test_processes:first_prompts": 1.0},

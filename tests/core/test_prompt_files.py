@@ -9,6 +9,7 @@ import pytest
 
 from visual_grpo.config import DataConfig
 from visual_grpo.data import is_local, load_prompts
+from visual_grpo.errors import UserError
 from visual_grpo.eval.images import read_lines
 
 ROWS = [{"prompt": "a \u2028 line \x85 separator", "answer": "1"}, {"prompt": "Ü 漢字", "answer": "2"}]
@@ -37,6 +38,23 @@ def test_every_way_to_write_the_same_rows(name: str, content: bytes, tmp_path: P
     assert read(path) == [row["prompt"] for row in ROWS]
     if path.suffix == ".jsonl":
         assert read_lines(path) == ROWS
+
+
+def test_conversations_of_trl(tmp_path: Path) -> None:
+    """One user message, with or without a system message; a setting of the run wins; longer ones are refused."""
+    user, system = {"role": "user", "content": "2 + 2?"}, {"role": "system", "content": "Be brief."}
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps({"prompt": chat, "answer": "4"}) + "\n" for chat in ([user], [system, user])))
+    rows = load_prompts(DataConfig(source=str(path)))
+    assert [row.prompt for row in rows] == ["2 + 2?", "2 + 2?"]
+    assert [row.metadata.get("system") for row in rows] == [None, "Be brief."]
+    assert rows[1].metadata["prompt"] == [system, user]
+    asked = load_prompts(DataConfig(source=str(path), system_prompt="Think."))
+    assert [row.metadata["system"] for row in asked] == ["Think.", "Think."]
+    for chat in ([user, {"role": "assistant", "content": "4"}, user], [system], [], [{"role": "user"}]):
+        path.write_text(json.dumps({"prompt": chat}))
+        with pytest.raises(UserError, match="a conversation of one"):
+            load_prompts(DataConfig(source=str(path)))
 
 
 def test_plain_text(tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toy_run import toy_config, toy_trainer
+from toy_run import prepared, toy_config, toy_trainer
 
 import visual_grpo as vg
+from visual_grpo.api import plan
+from visual_grpo.errors import UserError
+from visual_grpo.loss import uncertain_units
 from visual_grpo.metrics import Stats
 from visual_grpo.trainer import Trainer
 
@@ -78,8 +81,38 @@ def test_split_does_not_matter_to_a_method(tmp_path: Path, name: str) -> None:
     check_split(tmp_path, "token", method=METHODS[name])
 
 
+@pytest.mark.parametrize("option", [{"top_entropy": 0.4}, {"off_policy_max": 1e-3}, {"top_entropy": 0.1}])
+def test_split_does_not_matter_to_the_choice_of_tokens_and_answers(tmp_path: Path, option: dict[str, float]) -> None:
+    """See `check_split`; most samples of a prompt begin with tokens of the same entropy."""
+    check_split(tmp_path, "token", loss=option)
+
+
+def test_top_entropy_trains_the_most_uncertain_tokens(tmp_path: Path) -> None:
+    """The weights are 1 on the tokens above the 0.7 quantile and 0 elsewhere; a truncated answer has no say."""
+    loss = {"top_entropy": 0.3, "mask_truncated": True}
+    trainer = toy_trainer(tmp_path, **FLOAT64, loss=loss, sampling={"max_new_tokens": 8})
+    rows, _ = prepared(trainer)
+    rollouts, kept = rows.rollouts, rows.rollouts.unit_mask
+    assert bool((kept.sum(1) == 0).any())
+    entropy = trainer.policy.log_prob(rollouts, torch.arange(rollouts.num_units), entropy=True).entropy
+    trainer.writer.close()
+    assert entropy is not None
+    none = uncertain_units(rollouts.select(torch.tensor([], dtype=torch.int64)), 0.3, trainer.state)
+    assert none.shape == (0, rollouts.num_units)
+    limit = torch.quantile(entropy[kept], 0.7)
+    assert torch.equal(rows.weights.bool()[kept], (entropy >= limit - 1e-5)[kept])
+    assert 0.3 <= float(rows.weights[kept].mean()) < 0.6
+
+
+@pytest.mark.parametrize("option", ["top_entropy", "off_policy_max"])
+def test_options_of_tokens_are_refused_for_pictures(option: str) -> None:
+    with pytest.raises(UserError, match=rf"loss\.{option} is for tokens"):
+        plan("flow_grpo_tiny", {f"loss.{option}": 0.2})
+
+
 def check_split(tmp_path: Path, level: str, **over: Any) -> None:
     """Micro-batches 1x8, 2x4, 4x2, 8x1 and unit chunks give one loss and gradient (float64, 1e-10), lengths uneven."""
+    shape = {"prompts_per_step": 2, "group_size": 4, "epochs_per_step": 2}
     reference = None
     for micro_batch, units in [(8, None), (4, None), (2, None), (1, None), (8, 1), (4, 2), (3, 2)]:
         folder = tmp_path / f"{micro_batch}-{units}"
@@ -87,7 +120,7 @@ def check_split(tmp_path: Path, level: str, **over: Any) -> None:
         trainer = toy_trainer(
             folder,
             **FLOAT64,
-            train={"prompts_per_step": 2, "group_size": 4, "micro_batch": micro_batch, "units_per_pass": units},
+            train=shape | {"micro_batch": micro_batch, "units_per_pass": units},
             ratio={"level": level, "clip_low": 0.05, "clip_high": 0.05},
             kl={"beta": 0.1},
             **over,

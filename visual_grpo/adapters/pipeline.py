@@ -64,10 +64,12 @@ class PipelineAdapter(DiffusionAdapter):
 
         resolved = cls._resolved(config)
         dtype = getattr(torch, config.dtype)
+        # Imports transformers, whose progress bars `loading` would not find otherwise.
+        kind = getattr(diffusers, cls.pipeline_class)
         with loading(config.path, resolved), warnings.catch_warnings():
             # The new name of the argument is not known to every supported version of diffusers, which would ignore it.
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
-            pipeline = getattr(diffusers, cls.pipeline_class).from_pretrained(
+            pipeline = kind.from_pretrained(
                 resolved,
                 torch_dtype={"default": dtype, "vae": torch.promote_types(dtype, torch.float32)},
                 use_safetensors=True,
@@ -188,7 +190,10 @@ class PipelineAdapter(DiffusionAdapter):
             one = measured_activation_bytes(
                 module, call, recomputed=cls.recomputed if config.gradient_checkpointing else ()
             )
-            return sequences * one, f"activations = {sequences} sequences x {one} bytes, measured on the meta device"
+            return (
+                sequences * one,
+                f"activations = {sequences} sequences x {one / 2**20:.0f} MiB, measured on the meta device",
+            )
         height, width = (side // cls.cell(net) for side in size)
         return transformer_activation_bytes(
             cls.blocks(net, image_tokens=height * width, text_tokens=text_tokens),
