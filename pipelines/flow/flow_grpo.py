@@ -109,13 +109,10 @@ class FlowGrpo(Method[FlowGrpoConfig]):
         return state.policy.sample(prompts, seed=rollout_seed(state), sampling=sampling, units=units)
 
 
-TINY_SD3 = ModelConfig(adapter="sd3", path="testbed/sd3_tiny")
-
-
 def scenes(name: str, method: Any, summary: str, **sections: Any) -> RunConfig:
     """The tiny SD3 on the testbed's scenes with its GenEval reward; shared by the flow methods' tiny recipes."""
     settings: dict[str, Any] = {
-        "model": TINY_SD3,
+        "model": ModelConfig(adapter="sd3", path="testbed/sd3_tiny"),
         "data": DataConfig(source="testbed/scenes", balance="tag"),
         "rewards": {"geneval": RewardConfig(params={"mode": "mixed", "detector": "testbed"})},
         "sampling": {"steps": 6, "guidance": 1.0},

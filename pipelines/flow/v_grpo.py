@@ -37,7 +37,7 @@ from visual_grpo.config_rewards import CombineConfig
 from visual_grpo.divergences import velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
-from visual_grpo.pipelines.flow.flow_grpo import TINY_SD3, scenes, sd35_medium
+from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
 from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
 from visual_grpo.schedules import draw_stratified
 from visual_grpo.types import MicroBatch, RolloutBatch
@@ -155,14 +155,13 @@ def _tiny(
     prompts: int,
     lr: float,
     pull: float,
-    model: ModelConfig = TINY_SD3,
+    **sections: Any,
 ) -> RunConfig:
     """What was found to matter on the testbed: averaged weights and a learning rate that falls to 0 (docs/results.md)."""
     return scenes(
         name,
         {"v_grpo": {"pairs": 3}},
         summary,
-        model=model,
         sampling={"steps": 6, "guidance": 1.0},
         advantage=AdvantageConfig(soft_clip=5.0),
         kl=KlConfig(beta=pull, estimator="prediction"),
@@ -175,6 +174,7 @@ def _tiny(
             ema=EmaConfig(decay=0.9, every=1),
         ),
         eval=EvalConfig(every=every, samples=240, final_samples=480, batch=240),
+        **sections,
     )
 
 
