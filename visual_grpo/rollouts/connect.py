@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visual_grpo.config import RunConfig
+from visual_grpo.config import RatioConfig, RunConfig
 from visual_grpo.errors import UserError
 from visual_grpo.rollouts.settings import VllmConfig
 
@@ -27,6 +27,11 @@ def check_engine(config: RunConfig, sampling: Any, eval_sampling: Any, processes
             raise UserError(
                 "sampling.vllm is set, but the model itself samples: set sampling.engine=vllm, or leave it out"
             )
+        for key in ("correction", "correction_max", "correction_min"):
+            if getattr(config.ratio, key) != RatioConfig.model_fields[key].default:
+                raise UserError(
+                    f"ratio.{key} weighs the samples of an engine, and the model itself samples: leave it out"
+                )
         return
     if not sampling.uses_engine:
         raise UserError(
