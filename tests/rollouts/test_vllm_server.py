@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,12 @@ def test_the_correction_weighs_each_row_whatever_the_split(tmp_path):
     chunked = gradient(rows, "sequence_mask", 3)
     assert chunked[0] == pytest.approx(corrected[0], abs=1e-5)
     torch.testing.assert_close(chunked[1], corrected[1], rtol=1e-4, atol=1e-7)
+    # Row 1 is pushed down, and the engine gave it 0.6 nats more than the model: that is what loss.off_policy_max looks at.
+    run.config = run.config.model_copy(update={"loss": run.config.loss.model_copy(update={"off_policy_max": 0.05})})
+    left = gradient(rows, "none")
+    run.config = run.config.model_copy(update={"loss": run.config.loss.model_copy(update={"off_policy_max": None})})
+    without = torch.where(torch.arange(4) == 1, 0.0, advantages)
+    torch.testing.assert_close(left[1], gradient(replace(rows, advantages=without), "none")[1], rtol=1e-4, atol=1e-7)
     # Several updates: the old log-probs are those of the model, replayed, and no longer those of the engine.
     several = run.config.model_copy(update={"train": run.config.train.model_copy(update={"updates_per_step": 2})})
     run.state.config = several
