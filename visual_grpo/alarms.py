@@ -34,8 +34,8 @@ class Alarm:
 class Alarms:
     """Checks each step's figures; counts how long a condition has lasted (part of the checkpoint).
 
-    The figures read are `loss`, `grad_norm`, `kl`, `clip_fraction`, `flat_groups` (share of groups with equal rewards) and
-    `reward_failed` (share of rows whose reward failed); one that is absent raises no alarm.
+    The figures read are `loss`, `grad_norm`, `kl`, `clip_fraction`, `flat_groups` (share of groups with equal rewards),
+    `reward_failed` (share of rows whose reward failed) and `sampler/log_prob_difference`; one that is absent raises no alarm.
     """
 
     def __init__(self, config: AlarmConfig, *, compares_rewards: bool = True) -> None:
@@ -111,6 +111,12 @@ class Alarms:
                 f"the reward of {metrics['reward_failed']:.0%} of the rows failed (limit {config.reward_failed_max:.0%}) "
                 "and those rows were dropped. See the run's log for the errors and rewards.NAME.timeout_s, retries and "
                 "on_failed; alarms.reward_failed_max is the limit"
+            )
+        if metrics.get("sampler/log_prob_difference", 0.0) > config.sampler_max:
+            found["sampler"] = (
+                f"the log-probs of the rollout engine and of the model differ by {metrics['sampler/log_prob_difference']:.3g} a "
+                f"token on average (limit {config.sampler_max:g}): the engine has other weights or a coarser precision. See "
+                "docs/rollouts.md; alarms.sampler_max is the limit"
             )
         return found
 

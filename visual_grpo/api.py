@@ -108,6 +108,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     from visual_grpo.distributed import launched_processes
     from visual_grpo.plan_checks import check_loss, check_rewards, check_sampling, check_surrogate
     from visual_grpo.registry import ADAPTERS
+    from visual_grpo.rollouts.connect import check_engine
     from visual_grpo.selection import check_selection
     from visual_grpo.stack import MethodStack, method_class, named_methods
     from visual_grpo.tracking import check_trackers
@@ -155,6 +156,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     check_loss(config, stack, adapter.unit_kinds & needs.unit_kinds, sampling)
     check_surrogate(config, stack.provider("surrogate"))
     check_sampling(config, adapter, adapter.unit_kinds & needs.unit_kinds, sampling, eval_sampling)
+    check_engine(config, sampling, eval_sampling, launched_processes())
     check_rewards(config, stack.provider("advantages"))
     check_trackers(config.track)
     made = Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)

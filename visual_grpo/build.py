@@ -23,6 +23,7 @@ from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
 from visual_grpo.resumption import MAY_CHANGE
 from visual_grpo.reward_runner import RewardSpec
+from visual_grpo.rollouts.connect import connect, start
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.selection import BEST
@@ -47,8 +48,11 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
         load_into(policy, config.model.init, "model.init")
     for rows, sampling in ((train_prompts, plan.sampling), (eval_prompts, plan.eval_sampling)):
         adapter.check_prompts([row.prompt for row in rows], [row.metadata for row in rows], sampling)
+    engine = connect(config, plan.sampling, folder.path)
     writer = RunWriter(folder, config, main=ranks.main, unit="tokens" if plan.media == "texts" else "images")
     try:
+        if engine is not None:
+            start(engine, policy, plan.sampling)
         return Trainer(
             config,
             policy=policy,
@@ -63,6 +67,8 @@ def build_trainer(plan: Plan, folder: RunFolder, ranks: Ranks) -> Trainer:
         )
     except BaseException:
         writer.close()
+        if engine is not None:
+            engine.close()
         raise
 
 
@@ -241,6 +247,8 @@ def _run(trainer: Trainer, folder: RunFolder, *, resume: bool) -> Result:
     finally:
         trainer.suite.close()
         trainer.writer.close()
+        if trainer.policy.adapter.engine is not None:
+            trainer.policy.adapter.engine.close()
 
 
 def export(trainer: Trainer) -> None:

@@ -153,6 +153,13 @@ class RatioConfig(Section):
         description="auto: on-policy updates take the detached new log-prob, and tokens in half precision are replayed before "
         "several updates; sampler: always what sampling stored",
     )
+    correction: Literal["sequence_mask", "sequence_truncate", "token_mask", "token_truncate", "none"] = Field(
+        "sequence_mask",
+        description="with sampling.engine=vllm: the loss is weighted by the model's probability of a row (or token) over the "
+        "engine's; outside its bounds the weight is 0 (mask) or the bound (truncate)",
+    )
+    correction_max: Annotated[float, Field(gt=0)] = 3.0
+    correction_min: Annotated[float, Field(ge=0)] | None = None
 
 
 class LossConfig(Section):
@@ -260,6 +267,8 @@ class AlarmConfig(Section):
     kl_max: float = 10.0
     reward_failed: Literal["off", "warn", "stop"] = "warn"
     reward_failed_max: float = Field(0.1, description="share of rows whose reward failed")
+    sampler: Literal["off", "warn", "stop"] = Field("warn", description="sampling.engine and model differ in log-probs")
+    sampler_max: Annotated[float, Field(gt=0)] = Field(0.1, description="largest mean |difference| of a token, in nats")
     hacking: Literal["off", "warn", "stop"] = Field(
         "warn", description="evaluations: the trained reward rose, an eval_only reward or the diversity fell"
     )

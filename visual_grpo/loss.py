@@ -16,6 +16,7 @@ from visual_grpo.aggregation import Totals, expand_units, reduce_map
 from visual_grpo.distributed import Ranks
 from visual_grpo.divergences import gaussian_kl, kl_estimate, velocity_mse
 from visual_grpo.errors import UserError
+from visual_grpo.importance import SAMPLER_LOG_PROB, correction_weights, micro_difference, sampled_log_prob
 from visual_grpo.method import LoopState
 from visual_grpo.objectives import (
     Metrics,
@@ -84,7 +85,8 @@ def couples_units(stack: MethodStack, state: LoopState) -> bool:
     """True where the loss of a unit depends on the log-probs of other units of its row."""
     ratio, loss = state.config.ratio, state.config.loss
     by_row = ratio.level != "token" or loss.surrogate == "vespo" or loss.off_policy_max is not None
-    return stack.needs.couples_units or by_row
+    corrected = state.sampling.uses_engine and ratio.correction.startswith("sequence")
+    return stack.needs.couples_units or by_row or corrected
 
 
 def passes(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopState) -> Iterator[tuple[Tensor, Metrics]]:
@@ -140,8 +142,9 @@ def settle_old(rows: LossInputs, batches: Iterable[Tensor], state: LoopState, be
     """Old log-probs of tokens from the pass that trains, where those of the sampler are too coarse for a clip range.
 
     In half precision a sampler with a KV cache and a pass over the whole text differ by up to 0.06 a token and 0.008 in the
-    mean of a short row (tiny LM, bfloat16): GSPO's range of 3e-4 would cut off most rows before any weight has moved. Only
-    for more than one update a rollout batch, since the first one needs no old log-probs, and for `ratio.old=auto`.
+    mean of a short row (tiny LM, bfloat16): GSPO's range of 3e-4 would cut off most rows before any weight has moved. An engine
+    of its own differs in every precision. Only for more than one update a rollout batch, since the first one needs no old
+    log-probs, and for `ratio.old=auto`.
 
     Args:
         rows: of all updates.
@@ -151,7 +154,8 @@ def settle_old(rows: LossInputs, batches: Iterable[Tensor], state: LoopState, be
     """
     rollouts, train = rows.rollouts, state.config.train
     several = train.updates_per_step * train.epochs_per_step > 1
-    coarse = state.config.model.dtype in ("float16", "bfloat16") and rollouts.unit_kind == "token"
+    half = state.config.model.dtype in ("float16", "bfloat16") and rollouts.unit_kind == "token"
+    coarse = half or SAMPLER_LOG_PROB in rollouts.data
     # Rows of another training context keep the ratio to the context that they were sampled under.
     same_context = "training" not in rollouts.prompts.contexts
     wanted = several and coarse and same_context and state.config.ratio.old == "auto"
@@ -204,14 +208,16 @@ def surrogate_loss(
     limit = state.config.loss.off_policy_max
     if limit is not None:
         stays = off_policy_sequence_mask(
-            micro.log_prob.value, micro.old_log_prob, micro.advantages, micro.mask, threshold=limit
+            micro.log_prob.value, sampled_log_prob(micro), micro.advantages, micro.mask, threshold=limit
         )
         unit_loss = torch.where(stays, unit_loss, 0.0)
         figures["off_policy_fraction"] = ((~stays * micro.mask).sum(), micro.mask.sum())
     unit_loss = reduce_map(unit_loss)
     weights = stack.chain("live_weights", rows.weights[:, micro.units], micro, state)
+    correction, corrected = sampler_correction(stack, micro, state)
+    figures |= corrected
     scale = (weights * coefficients[:, micro.units]).to(unit_loss.dtype)
-    loss = (unit_loss * scale).sum()
+    loss = (unit_loss * scale * correction).sum()
     ratio = (micro.log_prob.value.detach() - micro.old_log_prob).clamp(-20, 20).exp()
     kept = expand_units(micro.mask, ratio, "mask").expand_as(ratio) > 0
     if kept.any():
@@ -219,6 +225,29 @@ def surrogate_loss(
         bins = torch.bucketize(ratio[kept].cpu().float(), RATIO_BINS[1:-1])
         figures["hist/ratio"] = (torch.bincount(bins, minlength=len(RATIO_BINS) - 1), torch.tensor(1.0))
     return loss, figures
+
+
+def sampler_correction(stack: MethodStack, micro: MicroBatch, state: LoopState) -> tuple[Tensor, Metrics]:
+    """Factors [n, u] or [n, 1] of the unit losses for rows of an engine, and how far it lies from the network; 1 for others."""
+    ratio, one = state.config.ratio, micro.mask.new_ones(())
+    difference = micro_difference(micro)
+    if difference is None:
+        return one, {}
+    kept = micro.mask != 0
+    figures: Metrics = {"sampler/log_prob_difference": (difference.abs().sum(), kept.sum())}
+    if kept.any():
+        figures["sampler/log_prob_difference_max"] = (difference.abs().max(), torch.tensor(1.0))
+    if ratio.correction == "none":
+        return one, figures
+    weights, outside = correction_weights(
+        difference, mode=ratio.correction, upper=ratio.correction_max, lower=ratio.correction_min
+    )
+    where = kept if ratio.correction.startswith("token") else kept.any(1, keepdim=True)
+    figures["sampler/correction"] = (weights[where].sum(), where.sum())
+    figures["sampler/truncated"] = ((outside & where).sum(), where.sum())
+    # VESPO's core surrogate has it in its own exponent.
+    inside = state.config.loss.surrogate == "vespo" and not stack.provides("surrogate")
+    return one if inside else weights.to(micro.mask.dtype), figures
 
 
 def regularisers(

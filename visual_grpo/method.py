@@ -19,7 +19,8 @@ from torch import Tensor
 
 from visual_grpo.aggregation import Totals, aggregation_coefficients
 from visual_grpo.combination import combined_advantages, on_all_processes
-from visual_grpo.config import RunConfig, Section
+from visual_grpo.config import RatioConfig, RunConfig, Section
+from visual_grpo.importance import micro_difference, summed_log_weight
 from visual_grpo.objectives import Metrics, cispo_surrogate, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from visual_grpo.seeding import seeded_generator
 from visual_grpo.types import MicroBatch, PromptBatch, RewardBatch, RolloutBatch
@@ -235,7 +236,7 @@ class Method(Generic[C]):
         if loss.surrogate == "sapo":
             return sapo_surrogate(*args, level=ratio.level)
         if loss.surrogate == "vespo":
-            return vespo_surrogate(*args)
+            return vespo_surrogate(*args, sampler_log_ratio=_sampler_log_ratio(micro, ratio))
         return clipped_surrogate(
             *args,
             level=ratio.level,
@@ -274,6 +275,14 @@ class Method(Generic[C]):
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+
+def _sampler_log_ratio(micro: MicroBatch, ratio: RatioConfig) -> Tensor | None:
+    """[n] summed log-weight against the engine that sampled; None without one."""
+    difference = micro_difference(micro)
+    if difference is None or ratio.correction == "none":
+        return None
+    return summed_log_weight(difference, mode=ratio.correction, upper=ratio.correction_max, lower=ratio.correction_min)
 
 
 def rollout_seed(state: LoopState) -> int:

@@ -38,7 +38,8 @@ def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str
         if getattr(loss, name) is not None and denoises:
             raise UserError(f"loss.{name} is for tokens, and this model has none: leave it out")
     updates = config.train.updates_per_step * config.train.epochs_per_step
-    if loss.off_policy_max is not None and updates == 1 and config.ratio.old == "auto":
+    same = updates == 1 and config.ratio.old == "auto" and not sampling.uses_engine
+    if loss.off_policy_max is not None and same:
         raise UserError(
             "loss.off_policy_max compares with the old log-probs, from which the only update on a rollout does not differ: leave "
             "it out, or set train.updates_per_step or train.epochs_per_step above 1, or ratio.old=sampler"

@@ -155,8 +155,13 @@ class Policy:
         units: Tensor | None = None,
         batch: int | None = None,
     ) -> RolloutBatch:
-        """Sample and decode all rows, `batch` rows at a time (None = all at once); see `PolicyAdapter.sample`."""
+        """Sample and decode all rows, `batch` rows at a time (None = all at once); see `PolicyAdapter.sample`.
+
+        An engine that samples is given the present weights first.
+        """
         self.module.eval()
+        if sampling.uses_engine and self.adapter.engine is not None:
+            self.adapter.engine.follow(self)
         chunks = torch.arange(len(prompts)).split(batch or len(prompts))
         parts = []
         with self._autocast():

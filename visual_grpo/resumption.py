@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "train.units_per_pass",
     "train.rollout_batch",
     "eval.batch",
+    "sampling.vllm",
     "checkpoint.every",
     "checkpoint.keep",
     "track",
@@ -23,7 +24,7 @@ MAY_CHANGE = (
     "summary",
 )
 """Keys and sections that may differ between a run and its resumption: none of them changes what a step computes, but for
-rounding. A run that ran out of memory goes on in smaller pieces."""
+rounding. A run that ran out of memory goes on in smaller pieces, one whose engine is gone with an engine elsewhere."""
 
 
 def changed_keys(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from visual_grpo.combination import judged, on_all_processes, signal
 from visual_grpo.errors import RunError
 from visual_grpo.loss import LossInputs, passes, step_totals
 from visual_grpo.method import LoopState
+from visual_grpo.rollouts.agreement import SIGNAL, follows, measure
+from visual_grpo.rollouts.agreement import TOLERANCE as ENGINE_TOLERANCE
 from visual_grpo.stack import MethodStack
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
@@ -58,17 +61,17 @@ def self_test(
     few = micro_batches(rows.group_ids, state.config.train.micro_batch, stack.needs.whole_groups)[0]
     probe = rows.select(few).to(state.policy.device)
     methods = copy.deepcopy(stack.state_dict())
-    checks = [
-        Check(name="trainable parameters", status="ok", detail=f"{state.policy.num_trainable:,}"),
-        _ratio(probe, state),
-    ]
+    by_engine = state.sampling.uses_engine and bool(probe.unit_mask.any())
+    replays, apart = engine_agrees(probe, state) if by_engine else (_ratio(probe, state), 0.0)
+    checks = [Check(name="trainable parameters", status="ok", detail=f"{state.policy.num_trainable:,}"), replays]
     if stack.needs.compares_rewards:
         checks += [_rewards_apply(rewards, state), _unequal_rewards(rewards, rollouts, state)]
     if bool(probe.unit_mask.any()):
         gradient = _gradient(stack, probe, state)
         checks.append(gradient)
         if gradient.status != "failed":
-            checks.append(_sampler_follows(probe, state, lr))
+            follower = partial(_engine_follows, noise=apart) if by_engine else _sampler_follows
+            checks.append(follower(probe, state, lr))
     for parameter in state.policy.trainable.values():
         parameter.grad = None
     stack.load_state_dict(methods)
@@ -107,6 +110,43 @@ def _ratio(probe: RolloutBatch, state: LoopState) -> Check:
         detail=f"{detail}: sampling and replay disagree. Turn dropout off, use the same guidance, temperature and dtype in both, "
         "or raise self_test.ratio_tolerance if the model's precision explains it",
     )
+
+
+def engine_agrees(rows: RolloutBatch, state: LoopState) -> tuple[Check, float]:
+    """(whether the engine's log-probs are those of the network, their mean |difference|), on samples of the prompts of `rows`."""
+    name = "rollout engine and model agree"
+    engine: Any = state.policy.adapter.engine
+    found = measure(state.policy, rows.prompts, state.sampling)
+    limit = engine.settings.tolerance or ENGINE_TOLERANCE[state.config.model.dtype]
+    detail = (
+        f"log-probs differ by {found.mean:.2e} on average, at most {found.largest:.2e}, over {found.tokens} tokens (limit of the "
+        f"mean {limit:.0e}); weights {engine.synced}"
+    )
+    if found.mean <= limit:
+        engine.unconfirmed = engine.synced
+        return Check(name=name, status="ok", detail=detail), found.mean
+    hint = (
+        f"{engine.name} has other weights or scores another distribution. Serve the model of model.path in model.dtype, with "
+        "--logprobs-mode processed_logprobs, or raise sampling.vllm.tolerance if its precision explains it"
+    )
+    return Check(name=name, status="failed", detail=f"{detail}: {hint}"), found.mean
+
+
+def _engine_follows(probe: RolloutBatch, state: LoopState, lr: float, noise: float) -> Check:
+    """An engine is asked again after the weights were moved: its log-probs must be those of the moved weights."""
+    name = "rollout engine follows the weights"
+    found = follows(state.policy, probe.prompts, state.sampling, noise=noise, step=max(lr, 1e-3))
+    detail = (
+        f"a trial step moved the model's log-probs by {found.moved:.2e}; the engine then lies {found.to_moved:.2e} from the "
+        f"moved weights and {found.to_before:.2e} from those before; weights put back"
+    )
+    if found.to_moved < found.to_before / 10:
+        return Check(name=name, status="ok", detail=detail)
+    engine: Any = state.policy.adapter.engine
+    if found.moved <= SIGNAL * noise and found.to_moved < found.to_before:
+        return Check(name=name, status="warn", detail=f"{detail}: too small a change to tell")
+    what = "some old weights" if found.to_moved < found.to_before else "old weights, whatever it is sent"
+    return Check(name=name, status="failed", detail=f"{detail}: {engine.name} samples with {what} (docs/rollouts.md)")
 
 
 def _rewards_apply(rewards: RewardBatch, state: LoopState) -> Check:
@@ -233,7 +273,7 @@ def _fingerprint(prompts: Any, state: LoopState) -> list[Tensor]:
     return [*tensors, *([rollouts.old_log_prob] if rollouts.old_log_prob is not None else [])]
 
 
-def require(checks: list[Check]) -> None:
+def require(checks: list[Check], when: str = "before the first step") -> None:
     """Stop on a failed check.
 
     Raises:
@@ -241,9 +281,7 @@ def require(checks: list[Check]) -> None:
     """
     failed = [c for c in checks if c.status == "failed"]
     if failed:
-        raise SelfTestError(
-            "self-test failed before the first step:\n" + "\n".join(f"  {c.name}: {c.detail}" for c in failed)
-        )
+        raise SelfTestError(f"self-test failed {when}:\n" + "\n".join(f"  {c.name}: {c.detail}" for c in failed))
 
 
 Printer = Callable[[list[Check]], None]

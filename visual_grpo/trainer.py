@@ -35,7 +35,7 @@ from visual_grpo.policy import Policy
 from visual_grpo.schedules import ema_decay, ema_is_due
 from visual_grpo.scoring import RewardSuite
 from visual_grpo.selection import Best, Selection
-from visual_grpo.selftest import require, self_test
+from visual_grpo.selftest import engine_agrees, require, self_test
 from visual_grpo.stack import MethodStack
 from visual_grpo.types import PromptBatch, RewardBatch, RewardStatus, RolloutBatch
 from visual_grpo.watchdog import Watchdog
@@ -180,6 +180,8 @@ class Trainer:
         if not self.tested and (rollouts.num_units > 0 or not self.stack.needs.idle_steps):
             with self.watchdog.phase("self-test"):
                 self._self_test(rollouts if len(rollouts) else scored[0], *scored)
+        elif self.state.sampling.uses_engine:
+            self._confirm_engine(scored[0])
         stats.update(reward_figures(rewards, rollouts))
         rows, advantages = self.prepare(rollouts, rewards, stats)
         with self.watchdog.phase("train"):
@@ -330,6 +332,17 @@ class Trainer:
         self.writer.self_test(checks)
         require(checks)
         self.tested = True
+
+    def _confirm_engine(self, rollouts: RolloutBatch) -> None:
+        """Once, with the first weights that an optimizer step made: the engine must have received them."""
+        engine = self.policy.adapter.engine
+        if engine is None or engine.unconfirmed in (None, engine.synced) or len(rollouts) == 0:
+            return
+        with self.watchdog.phase("self-test"):
+            checks = [engine_agrees(rollouts, self.state)[0]]
+        self.writer.checks("self-test after the first step", checks)
+        require(checks, "after the first step")
+        engine.unconfirmed = None
 
     def evaluate(self, samples: int) -> Evaluation:
         """Score held-out samples at this step, see `HeldOut.evaluate`."""

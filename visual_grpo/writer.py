@@ -95,8 +95,14 @@ class RunWriter:
         if not self.main:
             return
         self.folder.write_json(self.folder.self_test, [c.record() for c in checks])
+        self.checks("self-test", checks)
+
+    def checks(self, title: str, checks: Sequence[Check]) -> None:
+        """Print checks."""
+        if not self.main:
+            return
         marks = {"ok": "ok  ", "warn": "WARN", "failed": "FAIL"}
-        self.message("\n".join(["self-test", *(f"  {marks[c.status]} {c.name}: {c.detail}" for c in checks)]))
+        self.message("\n".join([title, *(f"  {marks[c.status]} {c.name}: {c.detail}" for c in checks)]))
 
     def evaluation(self, step: int, found: Evaluation, marks: Mapping[str, Any]) -> None:
         """Keep every sample's scores, the means and the first samples; `marks` join the record."""

@@ -22,7 +22,7 @@ PACKAGES = {
 # mathematics, and may import what lies below the trainer.
 LAYERS = [
     {"errors", "types"},
-    {"groups", "advantages", "objectives", "aggregation", "divergences", "transitions", "schedules"},
+    {"groups", "advantages", "objectives", "aggregation", "divergences", "transitions", "schedules", "importance"},
     {"adapters"},
     {"policy"},
     {"method", "stack"},
@@ -41,7 +41,8 @@ OWNERS = ("visual_grpo.adapters", "visual_grpo.rewards", "visual_grpo.testbed", 
 HEAVY = {
     "fastapi": ("visual_grpo.reward_server",),
     "uvicorn": ("visual_grpo.reward_server",),
-    "httpx": ("visual_grpo.rewards.judge_endpoint", "visual_grpo.rewards.remote"),
+    "httpx": ("visual_grpo.rewards.judge_endpoint", "visual_grpo.rewards.remote", "visual_grpo.rollouts.vllm_server"),
+    "vllm": ("visual_grpo.rollouts.vllm_colocated",),
     "diffusers": (*OWNERS, "visual_grpo.checkpoint"),
     "transformers": OWNERS,
     "open_clip": OWNERS,
@@ -50,6 +51,7 @@ HEAVY = {
     "peft": (
         "visual_grpo.policy",
         "visual_grpo.checkpoint",
+        "visual_grpo.rollouts.engine",
         "visual_grpo.eval.generate",
         "visual_grpo.eval.benchmarks",
     ),

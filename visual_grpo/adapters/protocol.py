@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from visual_grpo.config import ModelConfig, Section
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, RowTokens, UnitKind
+
+if TYPE_CHECKING:
+    from visual_grpo.rollouts.engine import RolloutEngine
 
 Kind = Literal["diffusion", "autoregressive", "next_scale"]
 Leaf = Literal["embeddings", "first", "middle", "last"]
@@ -28,6 +31,11 @@ class SamplingConfig(Section):
     def replays_the_sampler(self) -> bool:
         """Whether `log_prob` scores the distribution that was sampled; if not, the first ratio is not 1."""
         return True
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether an inference engine samples in place of the trained network (`PolicyAdapter.engine`)."""
+        return False
 
     def check_use(self, unit_kinds: Collection[str]) -> None:
         """Refuse options that nothing reads in a training on units of these kinds.
@@ -81,6 +89,8 @@ class PolicyAdapter(ABC):
     """Whether it has `input_scores` and `first_units`."""
     given_rows: ClassVar[bool] = False
     """Whether it has `rows_from_texts`."""
+    engine: RolloutEngine | None = None
+    """What samples where `SamplingConfig.uses_engine`; connected after the model is loaded, kept in step by `Policy.sample`."""
 
     @classmethod  # noqa: B027 - most families take every option
     def check_sampling(cls, sampling: Any, where: str) -> None:

@@ -10,40 +10,25 @@ import inspect
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from visual_grpo.adapters.generation import chunked_log_prob, generate, row_uniforms
+from visual_grpo.adapters.generation import Generated, chunked_log_prob, generate, row_uniforms
 from visual_grpo.adapters.input_scores import input_scores
 from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path, without_progress_bars
 from visual_grpo.adapters.protocol import Leaf, MemoryPlan, PolicyAdapter, SamplingConfig
 from visual_grpo.adapters.shared_prompt import shared_prompt_reader
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
+from visual_grpo.adapters.text_sampling import TextSampling as TextSampling
 from visual_grpo.adapters.token_rows import TokenRows
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
+from visual_grpo.importance import SAMPLER_LOG_PROB
 from visual_grpo.types import LogProb, PromptBatch, RolloutBatch, RowTokens
 
 logger = logging.getLogger(__name__)
-
-
-class TextSampling(SamplingConfig):
-    """Sampling options of text models."""
-
-    max_new_tokens: Annotated[int, Field(gt=0)] = 512
-    temperature: Annotated[float, Field(ge=0)] = Field(1.0, description="0 = greedy, for evaluations")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(gt=0)] | None = Field(None, description="null = all tokens")
-    stop_on_eos: bool = Field(True, description="false = every completion runs to max_new_tokens")
-    chat_template: Literal["auto", "none"] = Field("auto", description="auto: the tokenizer's template, if it has one")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="for example enable_thinking: false")
-    logits_chunk: Annotated[int, Field(gt=0)] | None = Field(
-        None,
-        description="tokens whose logits exist at once in training; null = all: faster, but memory grows with the vocabulary",
-    )
 
 
 class TextLMAdapter(PolicyAdapter):
@@ -156,13 +141,32 @@ class TextLMAdapter(PolicyAdapter):
         assert isinstance(sampling, TextSampling)
         prompt_ids = self.encode(prompts.context("behaviour"), prompts.metadata, sampling)
         self._check_length(prompt_ids, prompts.context("behaviour"), sampling)
+        generated = self._generate(prompt_ids, seed, prompts.row_ids, sampling)
+        rollouts = self._rollouts(
+            prompts,
+            sampling,
+            prompt_ids=prompt_ids,
+            completion_ids=generated.token_ids,
+            lengths=generated.lengths,
+            old_log_prob=generated.log_prob,
+            truncated=~generated.ended,
+        )
+        if sampling.uses_engine:
+            rollouts.data[SAMPLER_LOG_PROB] = generated.log_prob
+        return rollouts
+
+    def _generate(self, prompt_ids: list[Tensor], seed: int, row_ids: Tensor, sampling: TextSampling) -> Generated:
+        if sampling.uses_engine:
+            if self.engine is None:
+                raise UserError("sampling.engine=vllm samples in training runs only: set sampling.engine=model here")
+            return self.engine.generate(self, prompt_ids, seed, row_ids, sampling)
         training = self.model.training
         self.model.eval()
         try:
-            generated = generate(
+            return generate(
                 self.model,
                 prompt_ids,
-                row_uniforms(seed, prompts.row_ids, sampling.max_new_tokens),
+                row_uniforms(seed, row_ids, sampling.max_new_tokens),
                 eos_ids=self.eos_ids if sampling.stop_on_eos else (),
                 pad_id=self.pad_id,
                 temperature=sampling.temperature,
@@ -172,15 +176,6 @@ class TextLMAdapter(PolicyAdapter):
             )
         finally:
             self.model.train(training)
-        return self._rollouts(
-            prompts,
-            sampling,
-            prompt_ids=prompt_ids,
-            completion_ids=generated.token_ids,
-            lengths=generated.lengths,
-            old_log_prob=generated.log_prob,
-            truncated=~generated.ended,
-        )
 
     def rows_from_texts(self, prompts: PromptBatch, texts: Sequence[str], sampling: Any) -> RolloutBatch:
         """See `PolicyAdapter.rows_from_texts`."""
