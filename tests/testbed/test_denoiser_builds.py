@@ -48,6 +48,7 @@ def test_build_writes_a_pipeline_that_its_adapter_loads(
     stages = [record["stage"] for record in records]
     assert stages == [*(["vae"] if name == "flux_tiny" else []), "setup", "data", "denoiser", "denoiser_end", "score"]
     assert sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file()) < 12e6
+    assert not [path for path in (tmp_path / name).rglob("*.json") if "_name_or_path" in path.read_text()]
     cls = MODELS[name].adapter
     config = ModelConfig(adapter=name.removesuffix("_tiny"), path=str(tmp_path / name))
     recipe, options = NEW[name]

@@ -33,6 +33,7 @@ def test_weights_are_small_and_safe(name: str) -> None:
     files = [path for path in (WEIGHTS_DIR / name).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 12e6
     assert not [path for path in files if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")]
+    assert not [path for path in files if path.suffix == ".json" and "_name_or_path" in path.read_text()]
     records = [json.loads(line) for line in (WEIGHTS_DIR / name / "build_log.jsonl").read_text().splitlines()]
     assert {"setup", "data", "score"} <= {record["stage"] for record in records}
 

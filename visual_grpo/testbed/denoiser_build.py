@@ -171,6 +171,10 @@ def save(adapter: PipelineAdapter, out: Path, records: Sequence[Mapping[str, obj
     adapter.save(str(fresh))
     for module, state in zip(modules, kept, strict=True):
         module.float().load_state_dict(state)
+    for file in fresh.rglob("config.json"):  # diffusers notes the folder of a part that was loaded
+        values = json.loads(file.read_text())
+        if values.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     (fresh / "build_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if out.exists():
         out.rename(old)
