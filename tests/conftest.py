@@ -12,6 +12,15 @@ from typing import Any
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def registered_names_end_with_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that one test registers is none in the next, whichever worker runs both."""
+    from visual_grpo import registry
+
+    for names in (value for value in vars(registry).values() if isinstance(value, registry.Registry)):
+        monkeypatch.setattr(names, "_registered", dict(names._registered))
+
+
 @pytest.fixture(scope="session")
 def judges() -> ModuleType:
     """Helper module: pytest's importlib mode does not let test files import each other by name."""

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 from stand_in import Faults, StandIn, serving
 
-import visual_grpo as vg
 from visual_grpo.adapters.paths import packaged_folder
 from visual_grpo.adapters.text_lm import TextLMAdapter, TextSampling
 from visual_grpo.api import plan
@@ -45,7 +44,6 @@ LM_TINY = str(packaged_folder("lm_tiny"))
 LORA = {"rank": 8, "alpha": 16, "init": "default"}
 
 
-@vg.register_reward("engine_test_digits")
 def digits(completions: list[str]) -> list[float]:
     """Unequal within most groups, whatever the model says."""
     return [float(sum(place * ord(letter) for place, letter in enumerate(text, 1)) % 7) for text in completions]
@@ -55,7 +53,7 @@ def settings(url: str, **over: Any) -> dict[str, Any]:
     return {
         "model": {"adapter": "text_lm", "path": "testbed/lm_tiny"},
         "data": {"source": "testbed/arithmetic"},
-        "rewards": {"engine_test_digits": 1.0},
+        "rewards": {f"{__name__}:digits": 1.0},
         "sampling": {"max_new_tokens": 5, "temperature": 1.5, "engine": "vllm", "vllm": {"url": url}},
         "train": {"steps": 2, "prompts_per_step": 1, "group_size": 4, "micro_batch": 4, "optimizer": {"lr": 1e-3}},
         "eval": {"every": 0, "samples": 2, "final_samples": 2, "batch": 2},
