@@ -17,10 +17,10 @@ from visual_grpo.testbed.denoiser_build import MODELS, WEIGHTS_DIR
 from visual_grpo.testbed.detector import SceneDetector
 from visual_grpo.testbed.scene_scores import is_correct, sample_images, score_prompts
 
-SHIPPED = {"sd3_tiny": (0.85, 4), "sd15_tiny": (0.8, 1)}
-"""Lowest share of pictures with an object that is recognised, and how many such objects there are for each unclear component.
+SHIPPED = {"sd3_tiny": (0.85, 4, 0.2), "sd15_tiny": (0.8, 1, 0.2), "flux_tiny": (0.75, 1, 0.08)}
+"""Lowest share of pictures with an object that is recognised; of such objects to unclear components; of right pictures.
 
-Measured: 0.92 and 101 against 14; 0.87 and 82 against 50.
+Measured: 0.92, 101 to 14; 0.87, 82 to 50; 0.83, 74 to 52. Right (n=360 or more): 0.32, 0.26, 0.14.
 """
 
 
@@ -67,8 +67,8 @@ def test_samples_are_crisp_and_often_but_not_always_right(name: str) -> None:
     found = SceneDetector(report_unknown=True).detect(images)
     objects = [len([item for name, items in f.items() for item in items if name != "unknown"]) for f in found]
     unknown = sum(len(f.get("unknown", ())) for f in found)
-    recognised, times = SHIPPED[name]
+    recognised, times, right = SHIPPED[name]
     assert np.mean([count > 0 for count in objects]) > recognised
     assert sum(objects) > times * unknown
     correct = np.mean([is_correct(entry, f) for entry, f in zip(prompts, found, strict=True)])
-    assert 0.2 <= correct <= 0.75
+    assert right <= correct <= 0.75
