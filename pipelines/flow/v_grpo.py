@@ -194,7 +194,7 @@ def v_grpo_sd15_tiny() -> RunConfig:
     """V-GRPO on the tiny Stable Diffusion 1.5, whose UNet predicts the noise: `quickstart` but for the model and the length."""
     summary = "V-GRPO teaches a tiny SD1.5 to follow its prompts"
     model = ModelConfig(adapter="sd15", path="testbed/sd15_tiny")
-    return _tiny("v_grpo_sd15_tiny", summary, steps=40, every=20, prompts=8, lr=3e-4, pull=0.3, model=model)
+    return _tiny("v_grpo_sd15_tiny", summary, steps=30, every=15, prompts=8, lr=3e-4, pull=0.3, model=model)
 
 
 def v_grpo_sd35_medium() -> RunConfig:
