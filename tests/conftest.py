@@ -18,7 +18,8 @@ def registered_names_end_with_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     from visual_grpo import registry
 
     for names in (value for value in vars(registry).values() if isinstance(value, registry.Registry)):
-        monkeypatch.setattr(names, "_registered", dict(names._registered))
+        for kept in ("_registered", "_loaded"):
+            monkeypatch.setattr(names, kept, dict(getattr(names, kept)))
 
 
 @pytest.fixture(scope="session")
