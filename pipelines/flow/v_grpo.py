@@ -38,7 +38,7 @@ from visual_grpo.divergences import velocity_mse
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
-from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
+from visual_grpo.pipelines.flow.mixgrpo import flux1_dev, published_training
 from visual_grpo.schedules import draw_stratified
 from visual_grpo.types import MicroBatch, RolloutBatch
 
@@ -242,14 +242,5 @@ def v_grpo_flux1_dev() -> RunConfig:
         sampling={"steps": 16, "solver": "dpm"},
         advantage=AdvantageConfig(soft_clip=3.0),
         ratio=RatioConfig(level="sequence", clip_low=6e-3, clip_high=6e-3),
-        train=TrainConfig(
-            steps=300,
-            prompts_per_step=32,
-            group_size=12,
-            updates_per_step=4,
-            micro_batch=1,
-            units_per_pass=1,
-            rollout_batch=12,
-            optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4),
-        ),
+        train=published_training(),
     )
