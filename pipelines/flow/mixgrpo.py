@@ -225,7 +225,7 @@ def mixgrpo_flash_tiny() -> RunConfig:
 
 
 def published_training() -> TrainConfig:
-    """Of the published runs: 32 prompts x 12 pictures, 4 updates, AdamW 1e-5, 300 iterations; shared with V-GRPO's run on FLUX."""
+    """Of the published runs: 32 prompts x 12 pictures, 4 updates, AdamW 1e-5, 300 iterations; V-GRPO on FLUX shares it."""
     return TrainConfig(
         steps=300,
         prompts_per_step=32,
