@@ -370,3 +370,10 @@ def test_log_prob_refuses_what_it_cannot_replay(prompts: Any) -> None:
         adapter.log_prob(rows, torch.arange(1), entropy=True)
     with pytest.raises(UserError, match="kind 'token'"):
         adapter.log_prob(replace(rows, unit_kind="token"), torch.arange(1))
+
+
+def test_a_record_with_a_system_message_is_refused() -> None:
+    adapter = ToyDiffusion()
+    adapter.check_prompts(["a cat"], [{"tag": "x", "system": None}], adapter.sampling)
+    with pytest.raises(UserError, match="'a dog' has a system message, and ToyDiffusion takes plain prompts"):
+        adapter.check_prompts(["a cat", "a dog"], [{}, {"system": "Draw well."}], adapter.sampling)

@@ -112,6 +112,17 @@ class DiffusionAdapter(PolicyAdapter):
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
+    def check_prompts(
+        self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], sampling: SamplingConfig
+    ) -> None:
+        """Refuse records with a system message, which text encoders have no place for."""
+        for text, record in zip(prompts, metadata, strict=True):
+            if record.get("system") is not None:
+                raise UserError(
+                    f"prompt {text[:80]!r} has a system message, and {type(self).__name__} takes plain prompts: leave the message "
+                    "out of the data (a column of this name that is no message must be called something else)"
+                )
+
     @property
     def device(self) -> torch.device:
         """Where the network is."""
