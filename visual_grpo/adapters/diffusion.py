@@ -119,7 +119,7 @@ class DiffusionAdapter(PolicyAdapter):
         for text, record in zip(prompts, metadata, strict=True):
             if record.get("system") is not None:
                 raise UserError(
-                    f"prompt {text[:80]!r} has a system message, and {type(self).__name__} takes plain prompts: leave the message "
+                    f"prompt {text[:60]!r} has a system message, and {type(self).__name__} takes plain prompts: leave it "
                     "out of the data (a column of this name that is no message must be called something else)"
                 )
 
