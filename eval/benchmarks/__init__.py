@@ -21,6 +21,10 @@ TABLE: dict[str, tuple[str, str]] = {
         "visual_grpo.eval.benchmarks.text_step_vs_trl:run",
         "One GRPO step of text_lm against TRL's GRPOTrainer: time by phase, memory, losses.",
     ),
+    "text_step_profile": (
+        "visual_grpo.eval.benchmarks.text_step_profile:run",
+        "Which operations a GRPO step of text_lm spends its time in, by phase.",
+    ),
     "flow_methods": (
         "visual_grpo.eval.benchmarks.flow_methods:run",
         "Flow methods on the testbed under the same wall time: held-out score, steps, network calls, time to a score.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def side_losses(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     """{loss: {"ours", "trl", "difference", "gradient difference"}}; the last is relative to the gradient's norm.
 
     The old log-probs are the sampler's plus noise, so that ratios lie on both sides of the clip range; the weights have moved
-    from the reference.
+    from the reference. The larger model gets fewer and shorter rows.
     """
     from visual_grpo.aggregation import Totals
     from visual_grpo.api import plan
@@ -63,6 +63,8 @@ def side_losses(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
     from visual_grpo.method import LoopState
     from visual_grpo.policy import Policy
 
+    if shape.rival_rows is not None:
+        shape = replace(shape, group=shape.rival_rows, rival_rows=None, prompt_tokens=96, new_tokens=32)
     made = plan(run_config(work, shape, seed), {"sampling.stop_on_eos": True})
     adapter = made.adapter_class.load(made.config.model, device=torch.device("cpu"), sampling=made.sampling)
     size = adapter.trainable_module.config.vocab_size

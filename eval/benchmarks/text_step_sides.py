@@ -60,6 +60,8 @@ class Shape:
     model: str = "tiny"
     warm_up: int = 1
     steps: int = 4
+    rival_rows: int | None = None
+    """Completions that TRL and the bare calls train at once; None: all, as ours always does."""
 
     @property
     def rows(self) -> int:
@@ -71,10 +73,11 @@ SHAPES = {
     "short": Shape(prompts=8, group=8, prompt_tokens=108, new_tokens=64),
     "long": Shape(prompts=2, group=16, prompt_tokens=256, new_tokens=256),
     "vlm": Shape(prompts=2, group=16, prompt_tokens=1024, new_tokens=128),
-    "long_135m": Shape(1, 16, 256, 256, model="smollm2_135m", warm_up=0, steps=1),
-    "vlm_135m": Shape(1, 16, 1024, 128, model="smollm2_135m", warm_up=0, steps=1),
+    "long_135m": Shape(1, 16, 256, 256, model="smollm2_135m", warm_up=0, steps=1, rival_rows=4),
+    "vlm_135m": Shape(1, 16, 1024, 128, model="smollm2_135m", warm_up=0, steps=1, rival_rows=4),
 }
-"""Arithmetic, reasoning, and a picture's tokens before a short answer; the last two also on the larger model."""
+"""Arithmetic, reasoning, and a picture's tokens before a short answer; the last two also on the larger model, where whole rows of
+1,024 + 128 tokens, 16 at once, would want some 30 GB for activations (an estimate)."""
 TINY = tuple(name for name, shape in SHAPES.items() if shape.model == "tiny")
 LR = 1e-5
 CLOCKS: dict[str, Callable[[], float]] = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
@@ -190,8 +193,9 @@ def _report(clock: Clock, loaded: float, shape: Shape) -> dict[str, Any]:
     }
 
 
-def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
-    """Iterations of the toolkit's own trainer."""
+@contextmanager
+def our_trainer(work: Path, shape: Shape, seed: int) -> Iterator[Any]:
+    """The toolkit's own trainer before its first step."""
     from visual_grpo.api import plan
     from visual_grpo.build import build_trainer
     from visual_grpo.config import to_yaml
@@ -200,9 +204,18 @@ def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
 
     made = plan(run_config(work, shape, seed))
     folder = RunFolder.create(work / "runs", made.config.name, config_yaml=to_yaml(made.config))
-    clock = Clock()
     with Ranks() as ranks:
         trainer = build_trainer(made, folder, ranks)
+        yield trainer
+        trainer.suite.close()
+        trainer.writer.close()
+    folder.close()
+
+
+def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
+    """Iterations of the toolkit's own trainer."""
+    clock = Clock()
+    with our_trainer(work, shape, seed) as trainer:
         loaded = _peak_mib()
         clock.watch(trainer.policy, "sample", "generate")
         clock.watch(trainer, "optimizer_step", "train")
@@ -212,9 +225,6 @@ def side_ours(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
         for _ in range(shape.warm_up + shape.steps):
             trainer.iteration()
             clock.close_step()
-        trainer.suite.close()
-        trainer.writer.close()
-    folder.close()
     return _report(clock, loaded, shape)
 
 
@@ -226,8 +236,8 @@ def trl_trainer(work: Path, shape: Shape, seed: int, **options: Any) -> Any:
 
     args = GRPOConfig(
         output_dir=str(work / "trl"),
-        per_device_train_batch_size=shape.rows,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=shape.rival_rows or shape.rows,
+        gradient_accumulation_steps=shape.rows // (shape.rival_rows or shape.rows),
         num_generations=shape.group,
         max_completion_length=shape.new_tokens,
         generation_kwargs={"min_new_tokens": shape.new_tokens},
@@ -291,8 +301,9 @@ def side_bare(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
         with clock.phase("generate"):
             _bare_generate(model, prompts, shape)
         with clock.phase("train"):
-            logits = model(input_ids=rows[:, :-1], use_cache=False, logits_to_keep=shape.new_tokens).logits
-            logits.log_softmax(-1).gather(2, rows[:, -shape.new_tokens :, None]).mean().backward()
+            for part in rows.split(shape.rival_rows or shape.rows):
+                logits = model(input_ids=part[:, :-1], use_cache=False, logits_to_keep=shape.new_tokens).logits
+                logits.log_softmax(-1).gather(2, part[:, -shape.new_tokens :, None]).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
