@@ -125,8 +125,8 @@ def dancegrpo_best_of_n_tiny() -> RunConfig:
     )
 
 
-def _paper(*, group_size: int = 12, updates: int = 3) -> TrainConfig:
-    """Geometry of the published runs: 16 prompts, AdamW 1e-5, 300 iterations."""
+def dancegrpo_training(*, group_size: int = 12, updates: int = 3) -> TrainConfig:
+    """Geometry of the published runs: 16 prompts, AdamW 1e-5, 300 iterations; shared with what is stacked on them."""
     return TrainConfig(
         steps=300,
         prompts_per_step=16,
@@ -164,7 +164,7 @@ def dancegrpo_sd35_medium() -> RunConfig:
         "dancegrpo_sd35_medium",
         ["dancegrpo"],
         "DanceGRPO on SD3.5-medium with the settings of its FLUX runs",
-        _paper(),
+        dancegrpo_training(),
     )
 
 
@@ -174,7 +174,7 @@ def dancegrpo_best_of_n_sd35_medium() -> RunConfig:
         "dancegrpo_best_of_n_sd35_medium",
         ["dancegrpo", {"best_of_n": {"keep": 8}}],
         "DanceGRPO on SD3.5-medium, trained on the 4 best and 4 worst of 24 samples",
-        _paper(group_size=24, updates=2),
+        dancegrpo_training(group_size=24, updates=2),
     )
 
 
@@ -189,13 +189,13 @@ def dancegrpo_flux1_dev() -> RunConfig:
         "DanceGRPO on FLUX.1-dev",
         rewards={"hps_v2": RewardConfig()},
         sampling={"steps": 16},
-        train=_paper(),
+        train=dancegrpo_training(),
     )
 
 
 def dancegrpo_lora_flux1_dev() -> RunConfig:
     """The published LoRA run: 6 of 11 steps, rank 128, AdamW 3e-4, one update an iteration."""
-    train = _paper(updates=1)
+    train = dancegrpo_training(updates=1)
     optimizer = train.optimizer.model_copy(update={"lr": 3e-4})
     return flux1_dev(
         "dancegrpo_lora_flux1_dev",
@@ -233,6 +233,6 @@ def dancegrpo_sd15() -> RunConfig:
             "schedule": "scheduler",
             "shift": None,
         },
-        train=_paper(group_size=16, updates=1),
+        train=dancegrpo_training(group_size=16, updates=1),
         eval=EvalConfig(source="data/hpdv2/test.jsonl", every=50, samples=400, final_samples=400, batch=16),
     )

@@ -209,23 +209,28 @@ def sd35_medium(name: str, method: Any, summary: str, reward: str, **sections: A
     return RunConfig(name=name, summary=summary, method=method if isinstance(method, list) else [method], **settings)
 
 
+def paper_training() -> TrainConfig:
+    """48 prompts x 24 images, AdamW 3e-4, two updates a step; shared with what is stacked on Flow-GRPO."""
+    return TrainConfig(
+        steps=2500,
+        prompts_per_step=48,
+        group_size=24,
+        updates_per_step=2,
+        micro_batch=9,
+        units_per_pass=1,
+        rollout_batch=48,
+        optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+        ema=EmaConfig(decay=0.9, every=8),
+    )
+
+
 def _paper(beta: float) -> dict[str, Any]:
-    """48 prompts x 24 images, AdamW 3e-4, two updates a step."""
+    """Flow-GRPO's published settings with KL `beta`."""
     return {
         "advantage": AdvantageConfig(scope="batch"),
         "ratio": RatioConfig(clip_low=1e-4, clip_high=1e-4),
         "kl": KlConfig(beta=beta, estimator="gaussian"),
-        "train": TrainConfig(
-            steps=2500,
-            prompts_per_step=48,
-            group_size=24,
-            updates_per_step=2,
-            micro_batch=9,
-            units_per_pass=1,
-            rollout_batch=48,
-            optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
-            ema=EmaConfig(decay=0.9, every=8),
-        ),
+        "train": paper_training(),
     }
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from visual_grpo.config import EmaConfig, KlConfig, OptimizerConfig, RewardConfig, RunConfig, TrainConfig
+from visual_grpo.config import KlConfig, RewardConfig, RunConfig
 from visual_grpo.errors import UserError
 from visual_grpo.method import Method, MethodConfig
-from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.flow_grpo import paper_training, scenes, sd35_medium, tiny_training
 
 
 class GdpoConfig(MethodConfig):
@@ -52,15 +52,7 @@ def flow_grpo_gdpo_tiny() -> RunConfig:
         },
         sampling={"steps": 6, "guidance": 1.0, "noise_scale": 0.7},
         kl=KlConfig(beta=0.3, estimator="gaussian"),
-        train=TrainConfig(
-            steps=48,
-            prompts_per_step=8,
-            group_size=12,
-            micro_batch=96,
-            units_per_pass=1,
-            optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
-            ema=EmaConfig(decay=0.9, every=1),
-        ),
+        train=tiny_training(48),
     )
 
 
@@ -73,15 +65,5 @@ def flow_grpo_gdpo_sd35_medium() -> RunConfig:
         "pickscore",
         rewards={name: RewardConfig() for name in ("pickscore", "hps_v2", "image_reward")},
         kl=KlConfig(beta=0.01, estimator="gaussian"),
-        train=TrainConfig(
-            steps=2500,
-            prompts_per_step=48,
-            group_size=24,
-            updates_per_step=2,
-            micro_batch=9,
-            units_per_pass=1,
-            rollout_batch=48,
-            optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
-            ema=EmaConfig(decay=0.9, every=8),
-        ),
+        train=paper_training(),
     )

@@ -26,19 +26,16 @@ from torch import Tensor
 
 from visual_grpo.config import (
     AdvantageConfig,
-    EmaConfig,
-    EvalConfig,
     KlConfig,
-    ModelConfig,
-    OptimizerConfig,
     RatioConfig,
     RewardConfig,
     RunConfig,
-    TrainConfig,
 )
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
-from visual_grpo.pipelines.flow.flow_grpo import scenes, sd35_medium
+from visual_grpo.pipelines.flow.dancegrpo import dancegrpo_training
+from visual_grpo.pipelines.flow.flow_grpo import paper_training, scenes, sd35_medium, tiny_training
+from visual_grpo.pipelines.flow.mixgrpo import flux1_dev
 from visual_grpo.pipelines.flow.structure_maps import clip_map, feature_source, structure_map, token_grid
 from visual_grpo.types import RewardBatch, RolloutBatch
 
@@ -212,15 +209,7 @@ def vipo_tiny() -> RunConfig:
         sampling={"steps": 6, "guidance": 1.0, "noise_scale": 0.7, "reduction": "channel_mean"},
         ratio=RatioConfig(clip_low=1e-2, clip_high=1e-2),
         kl=KlConfig(beta=0.3, estimator="gaussian"),
-        train=TrainConfig(
-            steps=48,
-            prompts_per_step=8,
-            group_size=12,
-            micro_batch=96,
-            units_per_pass=1,
-            optimizer=OptimizerConfig(lr=6e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear"),
-            ema=EmaConfig(decay=0.9, every=1),
-        ),
+        train=tiny_training(48),
     )
     return made.model_copy(update={"method": [{"flow_grpo": {}}, {"vipo": {"maps": "colours", "patch": 3}}]})
 
@@ -240,17 +229,7 @@ def vipo_sd35_medium() -> RunConfig:
         advantage=AdvantageConfig(scope="batch"),
         ratio=RatioConfig(clip_low=1e-4, clip_high=1e-4),
         kl=KlConfig(beta=0.01, estimator="gaussian"),
-        train=TrainConfig(
-            steps=2500,
-            prompts_per_step=48,
-            group_size=24,
-            updates_per_step=2,
-            micro_batch=9,
-            units_per_pass=1,
-            rollout_batch=48,
-            optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
-            ema=EmaConfig(decay=0.9, every=8),
-        ),
+        train=paper_training(),
     )
     return made.model_copy(update={"method": [{"flow_grpo": {}}, {"vipo": {}}]})
 
@@ -260,28 +239,12 @@ def vipo_flux1_dev() -> RunConfig:
 
     Its learning rate, group size and clip range were not found; they are those of DanceGRPO's run.
     """
-    made = sd35_medium(
+    made = flux1_dev(
         "vipo_flux1_dev",
         "dancegrpo",
         "DanceGRPO with ViPO's DINOv2 maps on FLUX.1-dev, HPS v2.1",
-        "hpdv2",
-        model=ModelConfig(
-            adapter="flux", path="black-forest-labs/FLUX.1-dev", dtype="bfloat16", gradient_checkpointing=True
-        ),
         rewards={"hps_v2": RewardConfig()},
-        sampling={"steps": 16, "embedded_guidance": 3.5, "height": 720, "width": 720, "max_sequence_length": 512},
-        train=TrainConfig(
-            steps=300,
-            prompts_per_step=16,
-            group_size=12,
-            updates_per_step=3,
-            micro_batch=1,
-            units_per_pass=1,
-            rollout_batch=12,
-            optimizer=OptimizerConfig(lr=1e-5, weight_decay=1e-4),
-        ),
-        eval=EvalConfig(
-            source="data/hpdv2/test.jsonl", every=50, samples=400, final_samples=400, batch=8, sampling={"steps": 50}
-        ),
+        sampling={"steps": 16},
+        train=dancegrpo_training(),
     )
     return made.model_copy(update={"method": [{"dancegrpo": {}}, {"vipo": {}}]})
