@@ -6,6 +6,8 @@ reward pays a right brief answer more than a right long one; advantages are cent
 
 Departures: divisors are those of the whole optimizer step (`divisors=micro_batch` is the code's form); a mean over no token
 is 0; no entropy bonus; a group of one gets advantage 0. The warm-up by supervised fine-tuning is a stage before this one.
+Nothing published keeps a model from writing a long working behind the token for a brief answer, which the tiny LM learns to do
+(docs/results.md); `mode_rewards.short_max` is our addition against that.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ class ModeRewards(MethodConfig):
     think_right: float = Field(0.5, description="0.7 to 0.8 makes the model think more")
     wrong: float = -1.0
     right_from: float = Field(1.0, description="least clean score of a right answer")
+    short_max: int | None = Field(
+        None,
+        gt=0,
+        description="units of the longest brief answer; a longer one has no mode. null = any length, as published",
+    )
 
 
 class DeGrpoConfig(MethodConfig):
@@ -93,7 +100,11 @@ class DeGrpo(Method[DeGrpoConfig]):
         if table is None:
             return rewards
         assert rollouts.texts is not None
+        lengths = rollouts.unit_mask.sum(1).cpu()
         modes = answer_modes(rollouts.texts, table.short_start, table.think_start)
+        state.figure("degrpo/short_length", lengths.double(), modes == SHORT)
+        if table.short_max is not None:
+            modes[(modes == SHORT) & (lengths > table.short_max)] = NO_MODE
         clean = rewards if rewards.clean is None else rewards.clean
         usable, right = rewards.usable, clean.total() >= table.right_from
         # What other methods have added so far stays.

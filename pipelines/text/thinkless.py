@@ -5,7 +5,8 @@
 2. `degrpo` from that model: when to answer in which.
 
 Departures: see the two methods. The second stage of the tiny pipeline weighs the control token by about one over the mean
-length of its short answers, as the paper's 0.001 does for answers of a thousand tokens.
+length of its short answers, as the paper's 0.001 does for answers of a thousand tokens, and takes an answer that begins with
+`<short>` for brief only up to 8 tokens: without that the model moves its workings there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def thinkless_tiny() -> PipelineConfig:
             "degrpo": {
                 "recipe": "degrpo_text_tiny",
                 "model": {"path": "stage://warm_up"},
-                "method": [{"degrpo": {"control_weight": 0.1, "mode_rewards": {}}}],
+                "method": [{"degrpo": {"control_weight": 0.1, "mode_rewards": {"short_max": 8}}}],
                 "data": {"source": "testbed/arithmetic_modes"},
                 "rewards": {"exact_match": {"params": {"extraction": "hashes"}}},
                 "sampling": {"max_new_tokens": TINY_LENGTH},

@@ -356,6 +356,16 @@ def test_degrpo_rewards_modes_and_tells_a_missing_tag(make: Any) -> None:
         gradient(trainer, bare)
 
 
+def test_a_long_answer_behind_the_brief_token_has_no_mode(make: Any) -> None:
+    trainer = make([{"degrpo": {"mode_rewards": {"short_start": "", "short_max": 2}}}])
+    rollouts, rewards = trainer.collect(trainer._draw())
+    rewards.values = BINARY.float()[:, None]
+    lengths = torch.arange(len(BINARY)) % 3 + 1
+    rollouts = replace(rollouts, unit_mask=torch.arange(rollouts.num_units) < lengths[:, None])
+    shaped = trainer.stack.shaped(rewards, rollouts, trainer.state)
+    assert torch.equal(shaped.total(), torch.where(BINARY & (lengths <= 2), 1.0, -1.0))
+
+
 # -- recipes ----------------------------------------------------------------------------------------------------------------
 
 
