@@ -9,20 +9,24 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from visual_grpo.adapters.kv_cache import GrowingCache, cache_name
 from visual_grpo.adapters.noise import row_seed
+from visual_grpo.adapters.shared_decoding import SharedPromptCache, is_worth_sharing, shared_attention
 from visual_grpo.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
 COMPACT_SHARE = 1 / 8
 """Share of finished rows that makes copying the cache cheaper than carrying them along."""
+CacheKind = Literal["own", "plain", "shared"]
+"""The model's own cache; one of `kv_cache`, which is faster; or that and the prompts' kept once (`shared_decoding`)."""
 _SELECTABLE_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
@@ -159,9 +163,9 @@ def _truncated(probs: Tensor, top_k: int | None, top_p: float) -> Tensor:
 class CachedModel:
     """A causal model with the KV cache of a left-padded batch, advanced one token a row at a time."""
 
-    def __init__(self, model: nn.Module, pad_id: int, *, plain: bool = False) -> None:
-        """`plain`: the model takes the caches of `kv_cache`, which are faster than its own."""
-        self._model, self._plain = model, plain
+    def __init__(self, model: nn.Module, pad_id: int, *, kind: CacheKind = "own") -> None:
+        """`kind`: the best cache that the model takes."""
+        self._model, self._kind = model, kind
         self._pad_id = pad_id
         self._device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
@@ -179,7 +183,7 @@ class CachedModel:
         token_ids = torch.full((len(prompt_ids), width), self._pad_id)
         for row, ids in enumerate(prompt_ids):
             token_ids[row, width - len(ids) :] = ids
-        self._cache = GrowingCache() if self._plain else None
+        self._cache = GrowingCache() if self._kind != "own" else None
         self._lengths = lengths.to(self._device)
         # Without padding no mask: the attention kernels are faster then.
         padded = bool((lengths < width).any())
@@ -199,11 +203,13 @@ class CachedModel:
         inputs: dict[str, Any] = {"input_ids": token_ids, "use_cache": True, **self._keep_last}
         if self._mask is not None:
             inputs["attention_mask"] = self._mask
-            if self._takes_positions:
-                inputs["position_ids"] = positions
+        shared = isinstance(self._cache, SharedPromptCache)
+        if self._takes_positions and (self._mask is not None or shared):
+            inputs["position_ids"] = positions
         if self._cache is not None:
             inputs[self._cache_name] = self._cache
-        output = self._model(**inputs)
+        with shared_attention(self._model) if shared else nullcontext():
+            output = self._model(**inputs)
         self._cache = getattr(output, self._cache_name, None)
         if self._cache is None:
             raise UserError(f"{type(self._model).__name__} returns no key-value cache; text_lm cannot sample from it.")
@@ -213,10 +219,18 @@ class CachedModel:
     @property
     def can_select(self) -> bool:
         """Whether rows of the cache can be repeated and dropped (not so for recurrent states)."""
-        if self._plain:
+        if self._kind != "own":
             return True
         layers = getattr(self._cache, "layers", None)
         return layers is not None and all(type(layer).__name__ in _SELECTABLE_LAYERS for layer in layers)
+
+    def repeat(self, owner: Tensor) -> None:
+        """After the prefill: row i goes on from prompt `owner[i]` ([n] int64)."""
+        if self._kind == "shared" and is_worth_sharing(self._cache, len(owner)):
+            self._cache = SharedPromptCache(self._cache, self._lengths, owner)
+            self._lengths, self._mask = self._lengths[owner], None
+        else:
+            self.select(owner)
 
     def select(self, rows: Tensor) -> None:
         """Keep rows `rows` ([m] int64, repeats allowed), in this order."""
@@ -237,7 +251,7 @@ def _prefill_shared(decoder: CachedModel, prompt_ids: Sequence[Tensor]) -> Tenso
         logger.info("the model's cache cannot be repeated: every row's prompt is read on its own")
         return decoder.prefill(prompt_ids)
     rows = torch.tensor(owner, device=logits.device)
-    decoder.select(rows)
+    decoder.repeat(rows)
     return logits[rows]
 
 
@@ -253,7 +267,7 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     share_prompts: bool = True,
-    plain_cache: bool = False,
+    cache: CacheKind = "own",
 ) -> Generated:
     """Sample one completion a row with the model as it is (the caller has put it into evaluation mode).
 
@@ -265,12 +279,12 @@ def generate(
         pad_id: fills the places before a prompt and after a completion.
         temperature, top_k, top_p: see `pick_tokens`.
         share_prompts: prefill equal prompts once.
-        plain_cache: the model takes the caches of `kv_cache`.
+        cache: the best that the model takes.
 
     Raises:
         RunError: logits that are not finite.
     """
-    decoder = CachedModel(model, pad_id, plain=plain_cache)
+    decoder = CachedModel(model, pad_id, kind=cache)
     logits = _prefill_shared(decoder, prompt_ids) if share_prompts else decoder.prefill(prompt_ids)
     device, (count, limit) = logits.device, uniforms.shape
     uniforms, eos = uniforms.to(device), torch.tensor(list(eos_ids), dtype=torch.int64, device=device)

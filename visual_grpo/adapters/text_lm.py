@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_grpo.adapters.generation import Generated, chunked_log_prob, generate, row_uniforms
+from visual_grpo.adapters.generation import CacheKind, Generated, chunked_log_prob, generate, row_uniforms
 from visual_grpo.adapters.input_scores import input_scores
 from visual_grpo.adapters.paths import check_complete, loading, resolve_model_path, without_progress_bars
 from visual_grpo.adapters.protocol import Leaf, MemoryPlan, PolicyAdapter, SamplingConfig
+from visual_grpo.adapters.shared_decoding import can_share_prompts
 from visual_grpo.adapters.shared_prompt import shared_prompt_reader
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
 from visual_grpo.adapters.text_sampling import TextSampling as TextSampling
@@ -52,6 +53,9 @@ class TextLMAdapter(PolicyAdapter):
         self.pad_id: int = first_eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._split = _splits_into_body_and_head(model)
         self._reader = shared_prompt_reader(model)
+        self._cache: CacheKind = "own"
+        if self._reader is not None:
+            self._cache = "shared" if can_share_prompts(model) else "plain"
         if not self.eos_ids:
             logger.warning("the model names no end-of-sequence token: every completion runs to sampling.max_new_tokens")
 
@@ -172,7 +176,7 @@ class TextLMAdapter(PolicyAdapter):
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
-                plain_cache=self._reader is not None,
+                cache=self._cache,
             )
         finally:
             self.model.train(training)
