@@ -37,8 +37,10 @@ PHASES = ("generate", "forward+backward", "rest", "step")
 SIDES = ("ours", "trl", "bare")
 
 
-def run(*, seeds: int = 3, out: Path | str | None = None, shapes: Sequence[str] = TINY) -> dict[str, Any]:
-    """Measure `seeds` rounds of all sides for each of `shapes`, then the losses.
+def run(
+    *, seeds: int = 3, out: Path | str | None = None, shapes: Sequence[str] = TINY, losses: bool = True
+) -> dict[str, Any]:
+    """Measure `seeds` rounds of all sides for each of `shapes`, then (`losses`) the losses.
 
     Returns:
         By shape: per side the medians over rounds and steps ("seconds", "cpu_seconds", "memory_mib"), "ratios" and "cpu_ratios"
@@ -54,11 +56,11 @@ def run(*, seeds: int = 3, out: Path | str | None = None, shapes: Sequence[str] 
             for seed in range(seeds):
                 for side in SIDES:
                     rounds[side].append(_in_own_process(side, work, shape, seed))
-            losses = _in_own_process("losses", work, shape, 0)
+            compared = {"loss": _in_own_process("losses", work, shape, 0)} if losses else {}
         result: dict[str, Any] = {side: _median(done) for side, done in rounds.items()}
         for kind, name in (("seconds", "ratios"), ("cpu_seconds", "cpu_ratios")):
             result[name] = _ratios(*(result[side][kind] for side in SIDES))
-        found[shape] = result | {"loss": losses}
+        found[shape] = result | compared
     return found
 
 
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="rounds of all sides")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--shape", choices=SHAPES, help="one shape; without it those of the small model")
+    parser.add_argument("--no-losses", action="store_true", help="times and memory only")
     parser.add_argument("--side", choices=[*SIDES, "losses"], help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -121,7 +124,7 @@ def main() -> None:
     if given.side is not None:
         print(json.dumps(sides[given.side](given.work, SHAPES[given.shape], given.seed)))
         return
-    result = run(seeds=given.seeds, shapes=[given.shape] if given.shape else TINY)
+    result = run(seeds=given.seeds, shapes=[given.shape] if given.shape else TINY, losses=not given.no_losses)
     print(json.dumps(result, indent=1))
     if not given.json:
         print_result(result)
@@ -147,6 +150,8 @@ def _print_shape(title: str, result: dict[str, Any]) -> None:
         print_table(f"{title}: one training step, {kind}", header, rows)
     ratios = [[name, f"{value:.3f}", f"{result['cpu_ratios'][name]:.3f}"] for name, value in result["ratios"].items()]
     print_table("ratios", ["", "seconds", "cpu_seconds"], ratios)
+    if "loss" not in result:
+        return
     losses = [[name, *(f"{value:.8f}" for value in found.values())] for name, found in result["loss"].items()]
     print_table("loss on the same rollouts", ["loss", *next(iter(result["loss"].values()))], losses)
 
