@@ -383,6 +383,8 @@ def test_published_settings() -> None:
     grail = plan("grail_qwen3_4b").config
     assert (grail.advantage.std, grail.loss.mask_truncated, grail.ratio.clip_high) == ("none", True, 0.28)
     assert (grail.train.epochs_per_step, grail.train.optimizer.warmup_steps, grail.sampling["top_k"]) == (4, 20, 50)
+    assert grail.train.steps * grail.train.epochs_per_step == 200, "the reference counts optimizer steps"
+    assert (grail.train.prompts_per_step, grail.train.group_size) == (32, 8)
     degrpo = plan("degrpo_thinkless_1_5b").config
     assert (degrpo.kl.beta, degrpo.kl.estimator, degrpo.advantage.std) == (0.001, "k3", "none")
     assert (degrpo.sampling["max_new_tokens"], degrpo.train.updates_per_step) == (24576, 2)
