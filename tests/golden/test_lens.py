@@ -1,25 +1,33 @@
 """Worked example of LENS, float64, and its degenerate groups."""
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from visual_grpo.config import AdvantageConfig
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import mask_of, rollouts_of, scored, state_of
+
 from visual_grpo.errors import RunError
 from visual_grpo.pipelines.text.lens import (
+    Lens,
+    LensConfig,
     answer_confidence,
     calibrated_advantages,
     calibrated_rewards,
     check_binary,
 )
+from visual_grpo.stack import MethodStack
 
 SUMS = torch.tensor([-2.0, -0.8, -6.0, -3.0], dtype=torch.float64)
 LENGTHS = torch.tensor([10, 8, 12, 10])
 ONE = torch.zeros(4, dtype=torch.int64)
-CONFIG: Any = SimpleNamespace(advantage=AdvantageConfig())
+CONFIG = state_of(**Lens.defaults).config
 
 
 def close(actual: Tensor, expected: list[float]) -> None:
@@ -49,6 +57,26 @@ def test_a_group_without_one() -> None:
     close(advantages, [-0.004397, -0.015259, 0.015733, 0.003923])
     _, whole = both(torch.zeros(4).double(), answer_confidence(SUMS, LENGTHS), ONE, weight=1.0)
     close(whole, [-0.017589, -0.061036, 0.062934, 0.015691])
+
+
+@pytest.mark.parametrize(
+    ("right", "rewards", "advantages"),
+    [
+        ([1.0, 0, 0, 0], [1, -0.095444, -0.056825, -0.073085], [1.499071, -0.537478, -0.465683, -0.495911]),
+        ([0.0, 0, 0, 0], [-0.206553, -0.25, -0.126030, -0.173274], [-0.004397, -0.015259, 0.015733, 0.003923]),
+        ([1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]),
+    ],
+    ids=["mixed", "negative", "all right"],
+)
+def test_the_example_through_the_hooks(right: list[float], rewards: list[float], advantages: list[float]) -> None:
+    """From token log-probs of the sampler, with something else behind the end of each answer."""
+    mask = mask_of(LENGTHS.tolist())
+    tokens = torch.where(mask, (SUMS / LENGTHS)[:, None], -77.0)
+    rollouts = rollouts_of(mask, [5] * 4, old_log_prob=tokens)
+    stack, state = MethodStack({"lens": Lens(LensConfig())}), state_of(**Lens.defaults)
+    shaped = stack.shaped(scored(right), rollouts, state)
+    close(shaped.total().double(), rewards)
+    close(stack.advantages(shaped, rollouts, state), advantages)
 
 
 @pytest.mark.parametrize(("right", "difficulty"), [([1.0, 0, 0, 0], 3.274923), ([0.0, 0, 0, 0], 1.809675)])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from visual_grpo.pipelines.text.tmn_reweight import task_advantages
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import mask_of, rollouts_of, scored, state_of
+
+from visual_grpo.pipelines.text.tmn_reweight import TmnReweight, TmnReweightConfig, task_advantages
 
 NAN = float("nan")
 REWARDS = torch.tensor([1, 0, 0, 1, 0, 0, 0, 1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.2, 0.4, 0.2], dtype=torch.float64)
@@ -37,6 +43,19 @@ def test_the_scales_of_the_tasks() -> None:
 def test_with_the_factor() -> None:
     hard = [-0.360514, -0.360514, -0.360514, 1.783162]
     close(task_advantages(REWARDS, PROMPTS, TASKS), A + hard + C + [-0.198887, -0.198887, 0.983726, -0.198887])
+
+
+def test_the_example_through_the_hook() -> None:
+    """Tasks by the name in a column, prompts numbered with gaps and the rows in another order."""
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(4))
+    metadata = [{"kind": "exact match" if task == 0 else "F1"} for task in TASKS[order].tolist()]
+    rollouts = rollouts_of(mask_of([1] * 16), (3 * PROMPTS[order] + 5).tolist(), metadata=metadata)
+    hard = [-0.360514, -0.360514, -0.360514, 1.783162]
+    factor = A + hard + C + [-0.198887, -0.198887, 0.983726, -0.198887]
+    for options, expected in (({}, factor), ({"difficulty_reweight": False}, A + B + C + D)):
+        method = TmnReweight(TmnReweightConfig(task_key="kind", **options))
+        found = method.advantages(scored(REWARDS[order]), rollouts, state_of(**method.defaults))
+        close(found, torch.tensor(expected).double()[order])
 
 
 def test_a_prompt_of_one_row() -> None:

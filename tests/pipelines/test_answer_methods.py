@@ -94,6 +94,20 @@ def test_s_grpo_without_noise_is_its_base(make: Any) -> None:
             assert bool((found[~live] == 0).all())
 
 
+def test_s_grpo_without_noise_has_the_gradient_of_its_base(make: Any) -> None:
+    """GRPO's advantages under Dr. GRPO's constant divisor."""
+    found = []
+    base = {"advantage": {"eps": 1e-8}, "loss": {"aggregation": "fixed_length"}}
+    for method, over in ((["grpo"], base), ([{"s_grpo": {"flip_probability": 0.0}}], {})):
+        trainer = make(method, **over)
+        rows, _ = prepared(trainer)
+        move(trainer)
+        found.append(gradient(trainer, rows))
+    assert float(found[0][0].abs().max()) > 1e-3
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-9)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
 def test_s_grpo_reads_the_clean_labels(make: Any) -> None:
     """A penalty that another method adds moves the advantages, never the count of right answers."""
     weights = []
