@@ -152,6 +152,33 @@ def test_an_empty_answer_and_one_that_was_not_scored() -> None:
     assert float(advantages[3]) == 0.0
 
 
+def test_an_empty_answer_beside_a_right_one() -> None:
+    """Confidence 0: no penalty for it when it is wrong; when it is right, twice the largest confidence is the difficulty."""
+    confidence = answer_confidence(torch.tensor([-2.0, -3, 0, -1]).double(), torch.tensor([4, 4, 0, 4]))
+    wrong, advantages = both(torch.tensor([1.0, 0, 0, 0]).double(), confidence, ONE)
+    implied = 4 * float(confidence[0])
+    close(wrong, [1, *(-float(c) / (4 * (implied - float(c))) for c in confidence[1:])])
+    assert torch.isfinite(advantages).all()
+    right, _ = both(torch.tensor([0.0, 0, 1, 0]).double(), confidence, ONE)
+    double = 2 * float(confidence[3])
+    close(right, [-float(c) / (4 * (double - float(c))) if i != 2 else 1.0 for i, c in enumerate(confidence)])
+
+
+def test_what_others_add_does_not_make_a_group_negative() -> None:
+    """A right answer at half its reward (a penalty for its length, say) is still a right answer."""
+    right = torch.tensor([1.0, 0, 0, 0]).double()
+    shaped = torch.tensor([0.5, -0.1, -0.05, -0.07]).double()
+    found = calibrated_advantages(shaped, right, ONE, CONFIG, negative_weight=0.25)
+    torch.testing.assert_close(found, (shaped - shaped.mean()) / (shaped.std() + 1e-4))
+    stack, state = MethodStack({"lens": Lens(LensConfig())}), state_of(**Lens.defaults)
+    rewards = scored(torch.stack([right, torch.tensor([-0.5, 0, 0, 0]).double()], dim=1), ("right", "length"))
+    rewards.clean = scored(right)
+    rollouts = rollouts_of(mask_of(LENGTHS.tolist()), [0] * 4)
+    expected = calibrated_advantages(rewards.total().double(), right, ONE, CONFIG, negative_weight=0.25)
+    torch.testing.assert_close(stack.advantages(rewards, rollouts, state), expected)
+    assert float(expected.abs().max()) > 1
+
+
 @pytest.mark.parametrize("right", [[0.0, 0, 0, 0], [1.0, 0, 0, 0]])
 def test_confidences_that_vanish_and_that_are_certain(right: list[float]) -> None:
     scores = torch.tensor(right).double()

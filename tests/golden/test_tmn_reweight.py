@@ -138,9 +138,10 @@ def test_the_order_of_rows_does_not_matter() -> None:
     torch.testing.assert_close(found, task_advantages(REWARDS, PROMPTS, TASKS)[order], rtol=0, atol=1e-12)
 
 
-def test_a_tie_with_the_threshold_is_no_pass() -> None:
-    """One task, one prompt: the threshold is the mean; a reward that equals it has not passed."""
-    rewards, one = torch.tensor([0.1, 0.3, 0.2], dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+@pytest.mark.parametrize("given", [[0.0, 1.0, 0.5], [0.1, 0.3, 0.2], [0.5, 0.9, 0.7], [0.6, 0.8, 0.7]])
+def test_a_tie_with_the_threshold_is_no_pass(given: list[float]) -> None:
+    """One task, one prompt: the threshold is the mean, exactly, a bit above or a bit below; the reward that equals it fails."""
+    rewards, one = torch.tensor(given, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     plain = task_advantages(rewards, one, one, gamma=None)
     rate = 1 / 3
     factor = torch.tensor([rate - 0.5, 0.5 - rate, rate - 0.5], dtype=torch.float64).exp()

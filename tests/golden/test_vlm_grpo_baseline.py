@@ -126,6 +126,14 @@ def test_loss_table_by_the_settings_of_a_run(sections: dict[str, Any], expected:
     close(loss + regularisers(stack, micro, rows, coefficients, state)[0], expected)
 
 
+@pytest.mark.parametrize(("advantage", "expected"), [(-1.0, 1.2), (1.0, -1.1)])
+def test_delta_bounds_the_ratio_alone_and_not_the_clipped_one(advantage: float, expected: float) -> None:
+    """Ratio 1.2 with delta 1.1 below the clip range's end: `-min(1.1 A, 1.2 A)`."""
+    now = torch.tensor([[1.2]], dtype=torch.float64).log()
+    given = (now, torch.zeros_like(now), torch.tensor([advantage]), torch.ones(1, 1))
+    close(clipped_surrogate(*given, delta=1.1, **CLIP)[0], [[expected]])
+
+
 def test_top_entropy() -> None:
     weights = top_entropy_mask(ENTROPY, MASK, 0.2)
     close(loss_of(NEW, clipped_surrogate, STEP_MEAN, weights=weights, **CLIP), -0.124678)

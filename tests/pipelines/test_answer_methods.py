@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,25 @@ def test_real_counts_prompts_without_both_classes(make: Any) -> None:
     rows, _ = prepared(trainer, scores)
     _, loss = gradient(trainer, rows, size=8)
     assert loss == pytest.approx(float(torch.tensor([4.0, 6.0]).log().sum()) / 4)
+
+
+@pytest.mark.parametrize("form", ["anchored", "bce"])
+def test_real_gives_no_label_to_answers_that_are_masked(make: Any, form: str) -> None:
+    """Unmoved weights, and all answers alike but for their labels: log 2 for each row of bce, whatever was masked."""
+    trainer = make([{"real": {"form": form}}], loss={"mask_truncated": True})
+    rows, labels = prepared(trainer, torch.arange(32) % 2 == 0)
+    cut = rows.rollouts.truncated
+    assert cut is not None
+    assert bool(cut.any())
+    assert bool((labels[cut] == 0).all())
+    assert bool((labels[~cut] != 0).any())
+    _, loss = gradient(trainer, rows, size=8)
+    if form == "bce":
+        assert loss == pytest.approx(math.log(2))
+        return
+    groups = [labels[rows.rollouts.group_ids == g] for g in range(4)]
+    shares = [math.log(1 + int((g > 0).sum())) + math.log(1 + int((g < 0).sum())) for g in groups if bool(g.any())]
+    assert loss == pytest.approx(sum(shares) / 4)
 
 
 # -- LENS -------------------------------------------------------------------------------------------------------------------
