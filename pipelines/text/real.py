@@ -6,8 +6,9 @@ answers above it and wrong ones below, so that every row's gradient is bounded b
 variants.
 
 The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, `ratio.*` and of `loss.*` all but
-`mask_truncated` are not read. Departures: an answer without tokens, or one that is masked as truncated, has no label; a KL that is asked for (`kl.beta`) is a token mean of its own, as in
-ms-swift.
+`mask_truncated` are not read.
+Departures: an answer without tokens, or one that is masked as truncated, has no label; a KL that is asked for (`kl.beta`) is a
+token mean of its own, as in ms-swift.
 """
 
 from __future__ import annotations

@@ -157,3 +157,14 @@ def test_the_table_of_modes() -> None:
     assert mode_values(modes, right, ModeRewards()).tolist() == [1.0, -1.0, 0.5, -1.0, -1.0, -1.0]
     assert mode_values(modes, right, ModeRewards(think_right=0.75))[2] == 0.75
     assert answer_modes(["#### 7", "3+4=7 #### 7"], "####", "").tolist() == [0, 1]
+
+
+def test_what_other_methods_have_added_to_the_score_stays() -> None:
+    """The table replaces the score, and a penalty of another method is kept; an answer without a score stays without one."""
+    rewards = scored(torch.tensor([[1.0, -0.2], [0, -0.1], [torch.nan, torch.nan]]).double(), ("right", "length"))
+    rewards.clean = scored([1.0, 0, torch.nan], ("right",))
+    rollouts = inputs_of(torch.ones(3, 2).bool(), ADVANTAGES[:3], [0, 0, 0], texts=["<think>", "<short>", ""]).rollouts
+    method = DeGrpo(DeGrpoConfig(mode_rewards=ModeRewards()))
+    shaped = method.shape_rewards(rewards, rollouts, state_of(**DeGrpo.defaults))
+    torch.testing.assert_close(shaped.total().double()[:2], torch.tensor([0.5 - 0.2, -1 - 0.1]).double())
+    assert shaped.usable.tolist() == [True, True, False]
