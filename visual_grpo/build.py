@@ -124,7 +124,7 @@ def check_balance(rows: Sequence[PromptRow], data: DataConfig) -> None:
     if data.balance is not None and data.balance not in known:
         raise UserError(
             f"data.balance is {data.balance!r}, but no prompt has such a column.{did_you_mean(data.balance, known)} Columns: "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}. Name one of them, or set data.balance=null"
         )
 
 

@@ -162,7 +162,7 @@ def balanced_aggregation_qwen2_5_math_7b() -> RunConfig:
             group_size=16,
             updates_per_step=16,
             micro_batch=8,
-            optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.1, warmup_steps=20),
+            optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.1, warmup_steps=20 * 16),
         ),
         eval=EvalConfig(source="data/math500.jsonl", every=20, samples=500, final_samples=500, batch=64),
     )

@@ -133,6 +133,7 @@ def dapo_qwen2_5_7b() -> RunConfig:
     """DAPO on Qwen2.5-7B: the paper's settings (512 prompts x 16, lr 1e-6, 16,384 + 4,096 tokens, 16 updates a rollout).
 
     The paper trains Qwen2.5-32B. It scores answers -1 or 1, `math_verify` 0 or 1: half the penalty gives the same advantages.
+    Its warm-up lasts 20 rollout batches, here counted in optimizer steps.
     """
     return RunConfig(
         name="dapo_qwen2_5_7b",
@@ -149,7 +150,7 @@ def dapo_qwen2_5_7b() -> RunConfig:
             group_size=16,
             updates_per_step=16,
             micro_batch=4,
-            optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.1, warmup_steps=20),
+            optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.1, warmup_steps=20 * 16),
         ),
         eval=EvalConfig(source="data/aime24.jsonl", every=20, samples=960, final_samples=960, batch=64),
     )

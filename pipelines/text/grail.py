@@ -211,7 +211,10 @@ def grail_text_tiny() -> RunConfig:
 
 
 def grail_qwen3_4b() -> RunConfig:
-    """GRAIL on Qwen3-4B: DeepMath-103K, no thinking mode, 8 prompts x 8, four passes over a rollout, lr 1e-6."""
+    """GRAIL on Qwen3-4B: DeepMath-103K, no thinking mode, 32 prompts x 8, four passes over a rollout, lr 1e-6.
+
+    The reference counts 200 optimizer steps, four to a rollout batch, on four devices with 8 x 8 answers each.
+    """
     return RunConfig(
         name="grail_qwen3_4b",
         summary="GRAIL on Qwen3-4B, the reference's settings",
@@ -231,12 +234,12 @@ def grail_qwen3_4b() -> RunConfig:
             "chat_template_kwargs": {"enable_thinking": False},
         },
         train=TrainConfig(
-            steps=200,
-            prompts_per_step=8,
+            steps=50,
+            prompts_per_step=32,
             group_size=8,
             epochs_per_step=4,
             micro_batch=8,
             optimizer=OptimizerConfig(lr=1e-6, warmup_steps=20, grad_norm=1.0),
         ),
-        eval=EvalConfig(source="data/math500.jsonl", every=20, samples=500, final_samples=500, batch=64),
+        eval=EvalConfig(source="data/math500.jsonl", every=10, samples=500, final_samples=500, batch=64),
     )

@@ -5,9 +5,10 @@ other; the logit is a row's mean log-ratio to the policy that sampled, and a log
 answers above it and wrong ones below, so that every row's gradient is bounded by 1 / temperature. `form` has the reference's
 variants.
 
-The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, `ratio.*` and `loss.*` are not read.
-Departures: an answer without tokens has no label; a KL that is asked for (`kl.beta`) is a token mean of its own, as in
-ms-swift.
+The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, `ratio.*` and of `loss.*` all but
+`mask_truncated` are not read.
+Departures: an answer without tokens, or one that is masked as truncated, has no label; a KL that is asked for (`kl.beta`) is a
+token mean of its own, as in ms-swift.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Real(Method[RealConfig]):
         """Labels [N] float64: 1 right, -1 wrong, 0 where the row or its group says nothing."""
         clean = rewards if rewards.clean is None else rewards.clean
         self._sizes = Counter(rollouts.group_ids.tolist())
-        labels = class_labels(clean.total(), rollouts.group_ids, rollouts.unit_mask.any(1).cpu())
+        answered = rollouts.unit_mask.any(1).cpu()
+        if state.config.loss.mask_truncated and rollouts.truncated is not None:
+            answered = answered & ~rollouts.truncated.cpu()  # they will have no unit in the loss
+        labels = class_labels(clean.total(), rollouts.group_ids, answered)
         state.figure("real/labelled", (labels != 0).double())
         return labels
 
@@ -92,7 +96,7 @@ class Real(Method[RealConfig]):
         kept = micro.mask != 0
         change = torch.where(kept, micro.log_prob.value - micro.old_log_prob, 0.0)
         logits = change.sum(1) / kept.sum(1).clamp(min=1)
-        labels = torch.where(kept.any(1), micro.advantages[:, 0].sign(), 0.0)  # truncated rows may be masked by now
+        labels = micro.advantages[:, 0].sign()
         leaf = logits.detach().requires_grad_()
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(self._losses(leaf, labels, ids).sum(), leaf)

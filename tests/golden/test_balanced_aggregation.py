@@ -164,10 +164,13 @@ def test_binary_rewards_balance_at_ratio_one_and_both_masses_are_logged() -> Non
 
 def test_an_advantage_that_varies_by_token_is_judged_by_its_sum() -> None:
     method, state = BalancedAggregation(BalancedAggregationConfig()), state_of()
-    by_token = torch.tensor([[2.0, -1.0, -9.0], [-1.0, 0.5, 9.0]], dtype=torch.float64)  # the last units are padding
-    rows = method.before_updates(inputs_of(mask_of([2, 2], 3), by_token, [0, 0]), scored([1.0, 0.0]), state)
-    by_row = inputs_of(mask_of([2, 2], 3), torch.tensor([1.0, -0.5]).double(), [0, 0])
-    same = method.before_updates(by_row, scored([1.0, 0.0]), state)
+    # The last units are padding; neither the first token nor the sum with the padding has the sign of the sum.
+    by_token = torch.tensor([[-1.0, 2, -9], [-1, 0.5, 9], [-0.5, -3, -9]], dtype=torch.float64)
+    mask, scores = mask_of([2, 2, 1], 3), scored([1.0, 0.0, 0.0])
+    rows = method.before_updates(inputs_of(mask, by_token, [0, 0, 0]), scores, state)
+    by_row = inputs_of(mask, torch.tensor([1.0, -0.5, -0.5]).double(), [0, 0, 0])
+    same = method.before_updates(by_row, scores, state)
+    close(same.rollouts.data["balanced_weights"][:, 0], [3 / 6, 3 * 2 / 9, 3 * 2 / 9])
     assert torch.equal(rows.rollouts.data["balanced_weights"], same.rollouts.data["balanced_weights"])
 
 

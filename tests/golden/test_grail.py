@@ -54,6 +54,11 @@ def test_a_right_row_falls_back() -> None:
         close(weights(advantage=advantage, mode="both"), PLAIN)
 
 
+def test_an_advantage_of_zero_counts_as_wrong() -> None:
+    close(weights(advantage=0.0), PLAIN)
+    close(weights(advantage=0.0, mode="correct"), [1, 1, 1, 1, 1, 1, 5, 1, 1, 0])
+
+
 def test_a_row_without_an_answer() -> None:
     close(weights(parts=torch.zeros_like(PARTS)), [1] * 9 + [0])
     close(weights(torch.zeros_like(SCORES), torch.zeros_like(PARTS)), [1] * 9 + [0])

@@ -15,7 +15,7 @@ from loss_rows import inputs_of, mask_of, micro_of, rollouts_of, scored, state_o
 from visual_grpo.advantages import group_advantages
 from visual_grpo.aggregation import Totals, aggregate, aggregation_coefficients
 from visual_grpo.errors import UserError
-from visual_grpo.loss import regularisers
+from visual_grpo.loss import regularisers, surrogate_loss
 from visual_grpo.method import MethodConfig
 from visual_grpo.pipelines.text.lambda_grpo import LambdaGrpo, sharing_counts
 from visual_grpo.stack import MethodStack
@@ -62,6 +62,24 @@ def test_losses(mode: str, expected: float, plain: float) -> None:
     assert int(totals.units) == 12
     close(aggregate(unit, MASK, totals, mode=mode, weights=weights()), expected)
     close(aggregate(unit, MASK, totals, mode=mode), plain)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(None, 0.192417), ("token_mean", 0.192417), ("sequence_mean_token_mean", 0.093202)]
+)
+def test_losses_and_gradients_through_the_loop(mode: str | None, expected: float) -> None:
+    """The weights reach the loss and not its divisors; without a mode, by the method's own default."""
+    own = {**LambdaGrpo.defaults, **({} if mode is None else {"loss": {"aggregation": mode}})}
+    stack, state = MethodStack({"lambda_grpo": LambdaGrpo(MethodConfig())}), state_of(**own)
+    rows = inputs_of(MASK, ADVANTAGES, [0] * 4, data={"completion_ids": IDS})
+    rows.weights = stack.chain("unit_weights", rows.weights, scored([1.0, 0, 1, 0]), rows.rollouts, state)
+    now = torch.zeros(4, 4, dtype=torch.float64, requires_grad=True)
+    coefficients = stack.aggregate(MASK.double(), Totals.of_mask(MASK), rows.rollouts, state)
+    loss, _ = surrogate_loss(stack, micro_of(rows, now), rows, coefficients, state)
+    close(loss.detach(), expected)
+    loss.backward()
+    divisor = 12 if mode != "sequence_mean_token_mean" else 4 * LENGTHS[:, None]
+    close(now.grad, torch.where(MASK, -ADVANTAGES[:, None] * weights() / divisor, 0.0))
 
 
 @pytest.mark.parametrize(("weighted", "expected"), [(True, 0.003), (False, 0.004)])

@@ -1,25 +1,33 @@
 """Worked example of LENS, float64, and its degenerate groups."""
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from visual_grpo.config import AdvantageConfig
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import mask_of, rollouts_of, scored, state_of
+
 from visual_grpo.errors import RunError
 from visual_grpo.pipelines.text.lens import (
+    Lens,
+    LensConfig,
     answer_confidence,
     calibrated_advantages,
     calibrated_rewards,
     check_binary,
 )
+from visual_grpo.stack import MethodStack
 
 SUMS = torch.tensor([-2.0, -0.8, -6.0, -3.0], dtype=torch.float64)
 LENGTHS = torch.tensor([10, 8, 12, 10])
 ONE = torch.zeros(4, dtype=torch.int64)
-CONFIG: Any = SimpleNamespace(advantage=AdvantageConfig())
+CONFIG = state_of(**Lens.defaults).config
 
 
 def close(actual: Tensor, expected: list[float]) -> None:
@@ -49,6 +57,26 @@ def test_a_group_without_one() -> None:
     close(advantages, [-0.004397, -0.015259, 0.015733, 0.003923])
     _, whole = both(torch.zeros(4).double(), answer_confidence(SUMS, LENGTHS), ONE, weight=1.0)
     close(whole, [-0.017589, -0.061036, 0.062934, 0.015691])
+
+
+@pytest.mark.parametrize(
+    ("right", "rewards", "advantages"),
+    [
+        ([1.0, 0, 0, 0], [1, -0.095444, -0.056825, -0.073085], [1.499071, -0.537478, -0.465683, -0.495911]),
+        ([0.0, 0, 0, 0], [-0.206553, -0.25, -0.126030, -0.173274], [-0.004397, -0.015259, 0.015733, 0.003923]),
+        ([1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]),
+    ],
+    ids=["mixed", "negative", "all right"],
+)
+def test_the_example_through_the_hooks(right: list[float], rewards: list[float], advantages: list[float]) -> None:
+    """From token log-probs of the sampler, with something else behind the end of each answer."""
+    mask = mask_of(LENGTHS.tolist())
+    tokens = torch.where(mask, (SUMS / LENGTHS)[:, None], -77.0)
+    rollouts = rollouts_of(mask, [5] * 4, old_log_prob=tokens)
+    stack, state = MethodStack({"lens": Lens(LensConfig())}), state_of(**Lens.defaults)
+    shaped = stack.shaped(scored(right), rollouts, state)
+    close(shaped.total().double(), rewards)
+    close(stack.advantages(shaped, rollouts, state), advantages)
 
 
 @pytest.mark.parametrize(("right", "difficulty"), [([1.0, 0, 0, 0], 3.274923), ([0.0, 0, 0, 0], 1.809675)])
@@ -122,6 +150,33 @@ def test_an_empty_answer_and_one_that_was_not_scored() -> None:
     assert float(rewards[2]) == 0.0
     assert bool(rewards[3].isnan())
     assert float(advantages[3]) == 0.0
+
+
+def test_an_empty_answer_beside_a_right_one() -> None:
+    """Confidence 0: no penalty for it when it is wrong; when it is right, twice the largest confidence is the difficulty."""
+    confidence = answer_confidence(torch.tensor([-2.0, -3, 0, -1]).double(), torch.tensor([4, 4, 0, 4]))
+    wrong, advantages = both(torch.tensor([1.0, 0, 0, 0]).double(), confidence, ONE)
+    implied = 4 * float(confidence[0])
+    close(wrong, [1, *(-float(c) / (4 * (implied - float(c))) for c in confidence[1:])])
+    assert torch.isfinite(advantages).all()
+    right, _ = both(torch.tensor([0.0, 0, 1, 0]).double(), confidence, ONE)
+    double = 2 * float(confidence[3])
+    close(right, [-float(c) / (4 * (double - float(c))) if i != 2 else 1.0 for i, c in enumerate(confidence)])
+
+
+def test_what_others_add_does_not_make_a_group_negative() -> None:
+    """A right answer at half its reward (a penalty for its length, say) is still a right answer."""
+    right = torch.tensor([1.0, 0, 0, 0]).double()
+    shaped = torch.tensor([0.5, -0.1, -0.05, -0.07]).double()
+    found = calibrated_advantages(shaped, right, ONE, CONFIG, negative_weight=0.25)
+    torch.testing.assert_close(found, (shaped - shaped.mean()) / (shaped.std() + 1e-4))
+    stack, state = MethodStack({"lens": Lens(LensConfig())}), state_of(**Lens.defaults)
+    rewards = scored(torch.stack([right, torch.tensor([-0.5, 0, 0, 0]).double()], dim=1), ("right", "length"))
+    rewards.clean = scored(right)
+    rollouts = rollouts_of(mask_of(LENGTHS.tolist()), [0] * 4)
+    expected = calibrated_advantages(rewards.total().double(), right, ONE, CONFIG, negative_weight=0.25)
+    torch.testing.assert_close(stack.advantages(rewards, rollouts, state), expected)
+    assert float(expected.abs().max()) > 1
 
 
 @pytest.mark.parametrize("right", [[0.0, 0, 0, 0], [1.0, 0, 0, 0]])

@@ -1,13 +1,25 @@
 """Worked example of MicroCoder-GRPO: truncation mask, repetition, diversity."""
 
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import mask_of, rollouts_of, scored, state_of
+
 from visual_grpo.advantages import group_advantages
+from visual_grpo.combination import combined_advantages
 from visual_grpo.pipelines.text.microcoder_grpo import (
     CORRECT,
     INCOMPLETE,
+    MASK_DRAW,
     WRONG,
+    MicroCoderGrpo,
+    MicroCoderGrpoConfig,
     diversity,
     group_diversities,
     repeats,
@@ -29,6 +41,33 @@ def test_masked_advantages(draw: float, second: float) -> None:
     masked = truncation_mask(TRUNCATED, VERDICTS, LOOPING, torch.tensor([0.01, draw, 0.03, 0.04]), 0.1)
     expected = torch.tensor([0.866024, second, -0.866024, -0.866024]).double()
     torch.testing.assert_close(torch.where(masked, 0.0, advantages), expected, rtol=0, atol=6e-7)
+
+
+def hooked(share: float, *, wrong: int = 3, window: int = 128) -> torch.Tensor:
+    """The example's four answers of up to 4,096 tokens through the hook; the third ends in a loop of 128 tokens."""
+    lengths = [900, 4096, 4096, 4096]
+    ids = torch.arange(4096).repeat(4, 1)
+    ids[2, -128:] = ids[2, -256:-128]
+    rollouts = rollouts_of(mask_of(lengths), [0] * 4, data={"completion_ids": ids}, truncated=TRUNCATED)
+    rewards = scored(REWARDS)
+    rewards.details = {"code/complete": torch.tensor([float(row != 2 and row <= wrong) for row in range(4)])}
+    state = state_of(**MicroCoderGrpo.defaults)
+    options = {"mask_share": share, "repeat_window": window, "complete_detail": "code/complete"}
+    plain = combined_advantages(rewards, torch.zeros(4, dtype=torch.int64), torch.ones(4), state.config)
+    return MicroCoderGrpo(MicroCoderGrpoConfig(**options)).adjust_advantages(plain, rewards, rollouts, state)
+
+
+def test_the_example_through_the_hook() -> None:
+    """Only the second answer can be masked: the first is whole, the third loops, the fourth is wrong."""
+    whole = [0.866024, 0.866024, -0.866024, -0.866024]
+    cut = torch.tensor([0.866024, 0, -0.866024, -0.866024]).double()
+    draw = float(torch.rand((), generator=state_of().generator(MASK_DRAW, 1)))
+    for share, expected in ((0.0, torch.tensor(whole).double()), (1.0, cut)):
+        torch.testing.assert_close(hooked(share), expected, rtol=0, atol=6e-7)
+    torch.testing.assert_close(hooked(draw + 1e-6), cut, rtol=0, atol=6e-7)
+    torch.testing.assert_close(hooked(draw - 1e-6), torch.tensor(whole).double(), rtol=0, atol=6e-7)
+    assert hooked(1.0, window=127)[2] == 0, "a loop of 128 tokens is none of 127"
+    assert hooked(1.0, wrong=2)[3] == 0, "nothing complete to test: incomplete, not wrong"
 
 
 def test_no_share_and_the_whole_share() -> None:

@@ -1,14 +1,22 @@
 """Worked example of S-GRPO, float64, and its degenerate groups."""
 
+from __future__ import annotations
+
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import mask_of, rollouts_of, scored, state_of
+
 from visual_grpo.advantages import group_advantages
 from visual_grpo.api import plan
+from visual_grpo.combination import combined_advantages
 from visual_grpo.errors import RunError, UserError
-from visual_grpo.pipelines.text.s_grpo import noise_weights, right_answers
+from visual_grpo.pipelines.text.s_grpo import SGrpo, SGrpoConfig, noise_weights, right_answers
 
 IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 WEIGHTS = {
@@ -19,9 +27,11 @@ WEIGHTS = {
 
 
 def weighted(rewards: torch.Tensor, ids: torch.Tensor, flip: float) -> torch.Tensor:
-    count = torch.bincount(ids[~rewards.isnan()], minlength=int(ids.max()) + 1)
-    correct = torch.bincount(ids[right_answers(rewards)], minlength=int(ids.max()) + 1)
-    return group_advantages(rewards, ids, eps=1e-8) * noise_weights(correct, count, flip)[ids]
+    """Through the loop's default advantages under the method's own settings, and its hook."""
+    state, batch = state_of(**SGrpo.defaults), scored(rewards.double())
+    plain = combined_advantages(batch, ids, torch.ones(len(ids)), state.config)
+    rollouts = rollouts_of(mask_of([1] * len(ids)), ids.tolist())
+    return SGrpo(SGrpoConfig(flip_probability=flip)).adjust_advantages(plain, batch, rollouts, state)
 
 
 @pytest.mark.parametrize("flip", WEIGHTS)
@@ -62,12 +72,14 @@ def test_a_group_of_one_and_a_row_without_a_score() -> None:
     rewards = torch.tensor([1.0, 1, 0, 0, torch.nan]).double()
     found = weighted(rewards, torch.tensor([0, 1, 1, 1, 1]), 0.1)
     expected = weighted(torch.tensor([1.0, 0, 0]).double(), torch.zeros(3, dtype=torch.int64), 0.1)
+    assert bool((expected != 0).all())
     torch.testing.assert_close(found, torch.cat([torch.zeros(1), expected, torch.zeros(1)]))
 
 
 def test_a_flat_group_in_single_precision() -> None:
-    rewards = torch.full((7,), 0.1)
-    assert bool((weighted(rewards, torch.zeros(7, dtype=torch.int64), 0.1) == 0).all())
+    rewards, ids = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)
+    assert bool((group_advantages(rewards, ids, eps=1e-8) == 0).all())
+    assert bool((weighted(rewards, ids, 0.1) == 0).all())
 
 
 def test_what_is_refused() -> None:

@@ -1,21 +1,33 @@
 """Worked example of DeGRPO, float64: both forms, gradients of the control token, the table of modes."""
 
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import inputs_of, micro_of, scored, state_of
+
 from visual_grpo.advantages import group_advantages
 from visual_grpo.aggregation import Totals, aggregate
+from visual_grpo.combination import combined_advantages
+from visual_grpo.loss import step_totals, surrogate_loss
 from visual_grpo.objectives import clipped_surrogate
 from visual_grpo.pipelines.text.degrpo import (
+    DeGrpo,
     DeGrpoConfig,
     ModeRewards,
     answer_modes,
     control_coefficients,
     mode_values,
 )
+from visual_grpo.stack import MethodStack
 from visual_grpo.types import Span
 
 REWARDS = torch.tensor([1.0, 0.5, -1, -1], dtype=torch.float64)
@@ -70,6 +82,23 @@ def test_loss(options: dict[str, Any], expected: float) -> None:
     config = DeGrpoConfig(**options)
     control = CONTROL if config.control_tokens else torch.zeros_like(CONTROL)
     assert float(total(config, token_losses(), control)) == pytest.approx(expected, abs=6e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, -0.246098), ({"response": "row_mean"}, -0.262047), ({"control_tokens": 0}, -0.112027)],
+)
+def test_the_loss_through_the_hooks(options: dict[str, Any], expected: float) -> None:
+    """Advantages, tags, totals and coefficients of the loop, from the rewards on."""
+    stack, state = MethodStack({"degrpo": DeGrpo(DeGrpoConfig(**options))}), state_of(**DeGrpo.defaults)
+    batch = scored(REWARDS)
+    found = combined_advantages(batch, torch.zeros(4, dtype=torch.int64), LENGTHS, state.config)
+    torch.testing.assert_close(found, ADVANTAGES)
+    rows = inputs_of(MASK.bool(), found, [0] * 4)
+    rows = replace(rows, rollouts=stack.chain("after_rollout", rows.rollouts, state))
+    coefficients = stack.aggregate(MASK, step_totals(rows, 1), rows.rollouts, state)
+    loss, _ = surrogate_loss(stack, micro_of(rows, CHANGES), rows, coefficients, state)
+    assert float(loss) == pytest.approx(expected, abs=6e-7)
 
 
 def test_the_mean_of_the_control_tokens() -> None:
@@ -128,3 +157,14 @@ def test_the_table_of_modes() -> None:
     assert mode_values(modes, right, ModeRewards()).tolist() == [1.0, -1.0, 0.5, -1.0, -1.0, -1.0]
     assert mode_values(modes, right, ModeRewards(think_right=0.75))[2] == 0.75
     assert answer_modes(["#### 7", "3+4=7 #### 7"], "####", "").tolist() == [0, 1]
+
+
+def test_what_other_methods_have_added_to_the_score_stays() -> None:
+    """The table replaces the score, and a penalty of another method is kept; an answer without a score stays without one."""
+    rewards = scored(torch.tensor([[1.0, -0.2], [0, -0.1], [torch.nan, torch.nan]]).double(), ("right", "length"))
+    rewards.clean = scored([1.0, 0, torch.nan], ("right",))
+    rollouts = inputs_of(torch.ones(3, 2).bool(), ADVANTAGES[:3], [0, 0, 0], texts=["<think>", "<short>", ""]).rollouts
+    method = DeGrpo(DeGrpoConfig(mode_rewards=ModeRewards()))
+    shaped = method.shape_rewards(rewards, rollouts, state_of(**DeGrpo.defaults))
+    torch.testing.assert_close(shaped.total().double()[:2], torch.tensor([0.5 - 0.2, -1 - 0.1]).double())
+    assert shaped.usable.tolist() == [True, True, False]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from visual_grpo.pipelines.text.tmn_reweight import task_advantages
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import mask_of, rollouts_of, scored, state_of
+
+from visual_grpo.pipelines.text.tmn_reweight import TmnReweight, TmnReweightConfig, task_advantages
 
 NAN = float("nan")
 REWARDS = torch.tensor([1, 0, 0, 1, 0, 0, 0, 1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.2, 0.4, 0.2], dtype=torch.float64)
@@ -37,6 +43,19 @@ def test_the_scales_of_the_tasks() -> None:
 def test_with_the_factor() -> None:
     hard = [-0.360514, -0.360514, -0.360514, 1.783162]
     close(task_advantages(REWARDS, PROMPTS, TASKS), A + hard + C + [-0.198887, -0.198887, 0.983726, -0.198887])
+
+
+def test_the_example_through_the_hook() -> None:
+    """Tasks by the name in a column, prompts numbered with gaps and the rows in another order."""
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(4))
+    metadata = [{"kind": "exact match" if task == 0 else "F1"} for task in TASKS[order].tolist()]
+    rollouts = rollouts_of(mask_of([1] * 16), (3 * PROMPTS[order] + 5).tolist(), metadata=metadata)
+    hard = [-0.360514, -0.360514, -0.360514, 1.783162]
+    factor = A + hard + C + [-0.198887, -0.198887, 0.983726, -0.198887]
+    for options, expected in (({}, factor), ({"difficulty_reweight": False}, A + B + C + D)):
+        method = TmnReweight(TmnReweightConfig(task_key="kind", **options))
+        found = method.advantages(scored(REWARDS[order]), rollouts, state_of(**method.defaults))
+        close(found, torch.tensor(expected).double()[order])
 
 
 def test_a_prompt_of_one_row() -> None:
@@ -119,9 +138,10 @@ def test_the_order_of_rows_does_not_matter() -> None:
     torch.testing.assert_close(found, task_advantages(REWARDS, PROMPTS, TASKS)[order], rtol=0, atol=1e-12)
 
 
-def test_a_tie_with_the_threshold_is_no_pass() -> None:
-    """One task, one prompt: the threshold is the mean; a reward that equals it has not passed."""
-    rewards, one = torch.tensor([0.1, 0.3, 0.2], dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+@pytest.mark.parametrize("given", [[0.0, 1.0, 0.5], [0.1, 0.3, 0.2], [0.5, 0.9, 0.7], [0.6, 0.8, 0.7]])
+def test_a_tie_with_the_threshold_is_no_pass(given: list[float]) -> None:
+    """One task, one prompt: the threshold is the mean, exactly, a bit above or a bit below; the reward that equals it fails."""
+    rewards, one = torch.tensor(given, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     plain = task_advantages(rewards, one, one, gamma=None)
     rate = 1 / 3
     factor = torch.tensor([rate - 0.5, 0.5 - rate, rate - 0.5], dtype=torch.float64).exp()

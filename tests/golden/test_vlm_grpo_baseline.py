@@ -1,14 +1,25 @@
 """Worked example of text and VLM GRPO as TRL 1.16 computes it: every loss type, gradients, advantages (float64)."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+from loss_rows import inputs_of, micro_of, scored, state_of
+
 from visual_grpo.advantages import decoupled_advantages, group_advantages
 from visual_grpo.aggregation import AggregationMode, Totals, aggregate
+from visual_grpo.combination import combined_advantages
 from visual_grpo.divergences import kl_estimate
+from visual_grpo.loss import regularisers, surrogate_loss
 from visual_grpo.objectives import (
     cispo_surrogate,
     clipped_surrogate,
@@ -17,6 +28,7 @@ from visual_grpo.objectives import (
     top_entropy_mask,
     vespo_surrogate,
 )
+from visual_grpo.stack import MethodStack
 
 # A whole row that is masked out: nothing it holds may reach the loss, so it holds NaN.
 ABSENT = [float("nan")] * 6
@@ -85,6 +97,43 @@ def test_loss_table(surrogate: Callable, mode: AggregationMode, options: dict, e
     assert not bool(log_prob.grad[MASK == 0].any())
 
 
+SETTINGS: list[tuple[str, dict[str, Any], float]] = [
+    ("grpo", {}, 0.200428),
+    ("bnpo", {"loss": {"aggregation": "micro_batch_token_mean"}}, -0.021143),
+    ("dr_grpo", {"loss": {"aggregation": "fixed_length", "max_length": 6}}, -0.011453),
+    ("dapo", {"loss": {"aggregation": STEP_MEAN}}, -0.021143),
+    ("cispo", {"loss": {"aggregation": STEP_MEAN, "surrogate": "cispo"}, "ratio": {"clip_high": 5.0}}, -0.041408),
+    ("sapo", {"loss": {"surrogate": "sapo"}}, 0.319640),
+    ("luspo", {"loss": {"aggregation": ROW_SUM}, "ratio": {**CLIP, "level": "sequence"}}, -0.199699),
+    ("gspo", {"ratio": {**CLIP, "level": "sequence"}}, 0.164249),
+    ("vespo", {"loss": {"aggregation": STEP_MEAN, "surrogate": "vespo"}}, -0.197014),
+    ("dapo beta", {"loss": {"aggregation": STEP_MEAN}, "kl": {"beta": 0.04}}, -0.020639),
+    ("grpo beta", {"kl": {"beta": 0.04}}, 0.200822),
+    ("dapo delta", {"loss": {"aggregation": STEP_MEAN}, "ratio": {**CLIP, "delta": 1.3}}, -0.032592),
+    ("off-policy", {"loss": {"aggregation": STEP_MEAN, "off_policy_max": 0.05}}, -0.174561),
+    ("off-policy beta", {"loss": {"aggregation": STEP_MEAN, "off_policy_max": 0.05}, "kl": {"beta": 1.0}}, -0.161951),
+]
+
+
+@pytest.mark.parametrize(("sections", "expected"), [s[1:] for s in SETTINGS], ids=[s[0] for s in SETTINGS])
+def test_loss_table_by_the_settings_of_a_run(sections: dict[str, Any], expected: float) -> None:
+    """The empty stack and the loop's own loss, from a config; the last two tell that no mask touches the KL."""
+    stack, state = MethodStack({}), state_of(**{"ratio": CLIP, **sections})
+    rows = inputs_of(MASK.bool(), ADVANTAGES, [0] * 4)
+    micro = replace(micro_of(rows, NEW, reference=REF), old_log_prob=OLD)
+    coefficients = stack.aggregate(MASK, Totals.of_mask(MASK), rows.rollouts, state)
+    loss, _ = surrogate_loss(stack, micro, rows, coefficients, state)
+    close(loss + regularisers(stack, micro, rows, coefficients, state)[0], expected)
+
+
+@pytest.mark.parametrize(("advantage", "expected"), [(-1.0, 1.2), (1.0, -1.1)])
+def test_delta_bounds_the_ratio_alone_and_not_the_clipped_one(advantage: float, expected: float) -> None:
+    """Ratio 1.2 with delta 1.1 below the clip range's end: `-min(1.1 A, 1.2 A)`."""
+    now = torch.tensor([[1.2]], dtype=torch.float64).log()
+    given = (now, torch.zeros_like(now), torch.tensor([advantage]), torch.ones(1, 1))
+    close(clipped_surrogate(*given, delta=1.1, **CLIP)[0], [[expected]])
+
+
 def test_top_entropy() -> None:
     weights = top_entropy_mask(ENTROPY, MASK, 0.2)
     close(loss_of(NEW, clipped_surrogate, STEP_MEAN, weights=weights, **CLIP), -0.124678)
@@ -145,6 +194,22 @@ def test_sum_then_normalise(scope: str, expected: list[float]) -> None:
     advantages = group_advantages(VALUES @ WEIGHTS, GROUPS, scope=scope)
     close(advantages[:4], expected)
     assert advantages[4:].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, [0.732200, -0.457625, 0.915250, -1.189825]),
+        ({"advantage": {"scope": "batch"}}, [0.863912, -0.539945, 1.079890, -1.403857]),
+        ({"advantage": {"scope": "none"}}, [0.4, -0.25, 0.5, -0.65]),
+        ({"combine": {"how": "gdpo"}}, [0.928833, -0.259818, 1.374842, -2.043857]),
+    ],
+)
+def test_advantages_by_the_settings_of_a_run(sections: dict[str, Any], expected: list[float]) -> None:
+    rewards = scored(VALUES, ("first", "second"))
+    rewards.weights = WEIGHTS
+    found = combined_advantages(rewards, GROUPS, torch.ones(8), state_of(**sections).config)
+    close(found, [*expected, 0, 0, 0, 0])
 
 
 def test_normalise_then_sum() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,20 @@ def test_s_grpo_without_noise_is_its_base(make: Any) -> None:
             assert bool((found[~live] == 0).all())
 
 
+def test_s_grpo_without_noise_has_the_gradient_of_its_base(make: Any) -> None:
+    """GRPO's advantages under Dr. GRPO's constant divisor."""
+    found = []
+    base = {"advantage": {"eps": 1e-8}, "loss": {"aggregation": "fixed_length"}}
+    for method, over in ((["grpo"], base), ([{"s_grpo": {"flip_probability": 0.0}}], {})):
+        trainer = make(method, **over)
+        rows, _ = prepared(trainer)
+        move(trainer)
+        found.append(gradient(trainer, rows))
+    assert float(found[0][0].abs().max()) > 1e-3
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-9)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
 def test_s_grpo_reads_the_clean_labels(make: Any) -> None:
     """A penalty that another method adds moves the advantages, never the count of right answers."""
     weights = []
@@ -172,6 +187,25 @@ def test_real_counts_prompts_without_both_classes(make: Any) -> None:
     rows, _ = prepared(trainer, scores)
     _, loss = gradient(trainer, rows, size=8)
     assert loss == pytest.approx(float(torch.tensor([4.0, 6.0]).log().sum()) / 4)
+
+
+@pytest.mark.parametrize("form", ["anchored", "bce"])
+def test_real_gives_no_label_to_answers_that_are_masked(make: Any, form: str) -> None:
+    """Unmoved weights, and all answers alike but for their labels: log 2 for each row of bce, whatever was masked."""
+    trainer = make([{"real": {"form": form}}], loss={"mask_truncated": True})
+    rows, labels = prepared(trainer, torch.arange(32) % 2 == 0)
+    cut = rows.rollouts.truncated
+    assert cut is not None
+    assert bool(cut.any())
+    assert bool((labels[cut] == 0).all())
+    assert bool((labels[~cut] != 0).any())
+    _, loss = gradient(trainer, rows, size=8)
+    if form == "bce":
+        assert loss == pytest.approx(math.log(2))
+        return
+    groups = [labels[rows.rollouts.group_ids == g] for g in range(4)]
+    shares = [math.log(1 + int((g > 0).sum())) + math.log(1 + int((g < 0).sum())) for g in groups if bool(g.any())]
+    assert loss == pytest.approx(sum(shares) / 4)
 
 
 # -- LENS -------------------------------------------------------------------------------------------------------------------
@@ -383,6 +417,8 @@ def test_published_settings() -> None:
     grail = plan("grail_qwen3_4b").config
     assert (grail.advantage.std, grail.loss.mask_truncated, grail.ratio.clip_high) == ("none", True, 0.28)
     assert (grail.train.epochs_per_step, grail.train.optimizer.warmup_steps, grail.sampling["top_k"]) == (4, 20, 50)
+    assert grail.train.steps * grail.train.epochs_per_step == 200, "the reference counts optimizer steps"
+    assert (grail.train.prompts_per_step, grail.train.group_size) == (32, 8)
     degrpo = plan("degrpo_thinkless_1_5b").config
     assert (degrpo.kl.beta, degrpo.kl.estimator, degrpo.advantage.std) == (0.001, "k3", "none")
     assert (degrpo.sampling["max_new_tokens"], degrpo.train.updates_per_step) == (24576, 2)

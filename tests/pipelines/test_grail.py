@@ -16,7 +16,8 @@ from visual_grpo.build import build_trainer
 from visual_grpo.config import to_yaml
 from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
-from visual_grpo.loss import LossInputs
+from visual_grpo.loss import LossInputs, make_micro
+from visual_grpo.pipelines.text.grail import CONTENT, MARKER, answer_parts, saliency_weights
 from visual_grpo.run_folder import RunFolder
 from visual_grpo.stack import MethodStack
 from visual_grpo.trainer import Trainer
@@ -77,6 +78,25 @@ def test_grail_with_equal_weights_is_its_base(grail: tuple[Trainer, LossInputs])
     torch.testing.assert_close(equal[0], base[0], rtol=0, atol=1e-12)
     weighted = gradient(trainer, rows)
     assert not torch.allclose(weighted[0], base[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(("align", "first"), [("predictor", 0), ("own", 1)])
+def test_grail_reads_the_score_of_the_input_before_a_token_or_its_own(
+    grail: tuple[Trainer, LossInputs], align: str, first: int
+) -> None:
+    trainer, rows = grail
+    stack, units = configured(trainer, align=align, mode="both"), torch.arange(rows.rollouts.num_units)
+    micro = make_micro(stack, rows, units, trainer.policy.log_prob(rows.rollouts, units), trainer.state)
+    found = stack.chain("live_weights", torch.ones(micro.mask.shape), micro, trainer.state)
+    parts = torch.stack(answer_parts(rows.rollouts, trainer.state, "hashes"))
+    scores = trainer.policy.input_scores(rows.rollouts, (parts == MARKER) | (parts == CONTENT))
+    scores = scores[:, first : first + len(units)]
+    config = stack.methods["grail"].config
+    wanted = saliency_weights(scores, parts, micro.mask != 0, micro.advantages.expand_as(micro.mask), config)
+    torch.testing.assert_close(found, wanted.weights.to(found))
+    ends = [int(torch.nonzero(row == CONTENT).max()) for row in parts if bool((row == CONTENT).any())]
+    last = [float(score[end]) for score, end in zip(scores[(parts == CONTENT).any(1)], ends, strict=True)]
+    assert all((value > 0) == (align == "predictor") for value in last), "no token depends on itself"
 
 
 def test_grail_weighs_the_answer_and_logs_it(grail: tuple[Trainer, LossInputs]) -> None:

@@ -302,6 +302,9 @@ def test_published_settings() -> None:
     ba = plan("balanced_aggregation_qwen2_5_math_7b").config
     assert (ba.train.group_size, ba.train.optimizer.lr, ba.kl.beta) == (16, 1e-6, 0.0)
     assert (ba.ratio.clip_low, ba.ratio.clip_high) == (0.2, 0.28)
+    for name in ("dapo_qwen2_5_7b", "balanced_aggregation_qwen2_5_math_7b"):
+        train = plan(name).config.train
+        assert train.optimizer.warmup_steps == 20 * train.updates_per_step, "DAPO warms up over 20 rollout batches"
     lam = plan("lambda_grpo_qwen2_5_3b").config
     assert (lam.train.prompts_per_step, lam.train.group_size, lam.train.updates_per_step) == (4, 6, 1)
     assert (lam.sampling["temperature"], lam.sampling["max_new_tokens"], lam.kl.beta) == (0.75, 1200, 0.0)
