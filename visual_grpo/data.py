@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,14 @@ class PromptSource:
         self.seed = seed
         self.cursor = 0
         self._turns = in_turns(self.rows, config.balance)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that differ where a prompt differs: the cursor, and what methods keep by prompt, belong to these."""
+        found = hashlib.sha256()
+        for row in self.rows:
+            found.update(row.prompt.encode() + b"\0")
+        return found.hexdigest()[:16]
 
     def draw(self, count: int, weights: Tensor | None = None) -> list[int]:
         """Indices of the next `count` prompts.
