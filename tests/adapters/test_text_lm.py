@@ -302,5 +302,5 @@ def test_a_mode_cannot_start_with_a_special_token(tiny_text: Any) -> None:
         return DeGrpo(DeGrpoConfig(mode_rewards=ModeRewards(short_start=start, think_start="")))
 
     method("12").setup(state)
-    with pytest.raises(UserError, match="mode_rewards.short_start is '<user>', a special token of this tokenizer"):
+    with pytest.raises(UserError, match=r"mode_rewards\.short_start is '<user>', a special token of this tokenizer"):
         method("<user>").setup(state)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from toy_run import gradient, move, prepared, toy_trainer
 
 from visual_grpo.loss import LossInputs
+from visual_grpo.scoring import RewardSuite
 from visual_grpo.trainer import Trainer
 
 SCORES = torch.tensor([1, 0, 0, 1, 0, 0, 1, 0, *[0] * 8, *[1] * 7, 0, 1, *[0] * 7])
@@ -137,6 +138,9 @@ def test_small_coefficients_survive_float16(least: float, tmp_path: Path, monkey
             model={"dtype": "float16"},
             self_test={"enabled": False},
             loss={"aggregation": "fixed_length", "max_length": divisor},
+        )
+        trainer.suite = RewardSuite(
+            {"test": {"reward": lambda completions, **_: [float(len(c) < 2) for c in completions]}}
         )
         trainer.iteration()
         (metrics,) = [record["metrics"] for record in trainer.writer.folder.read_metrics("train")]
