@@ -214,9 +214,10 @@ def _said(prompt: Any) -> tuple[Any, Any]:
 def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
     prompt, system = _said(_column(record, config.prompt_column))
     if not isinstance(prompt, str) or not prompt.strip():
+        given = None if prompt is ABSENT else prompt
         raise UserError(
             f"{config.source}, record {number}: column {config.prompt_column!r} must be a non-empty text, or a conversation of "
-            f"one user message with at most a system message before it, got {None if prompt is ABSENT else prompt!r}; the record has the columns "
+            f"one user message with at most a system message before it, got {given!r}; the record has the columns "
             f"{', '.join(map(str, record))}. Set data.prompt_column."
         )
     for column, value in record.items():
@@ -230,8 +231,8 @@ def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
         answer = _column(record, config.answer_column)
         if answer is ABSENT:
             raise UserError(
-                f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column); it has the columns "
-                f"{', '.join(map(str, record))}"
+                f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column); it has the "
+                f"columns {', '.join(map(str, record))}"
             )
         metadata["answer"] = answer
     system = system if config.system_prompt is None else config.system_prompt

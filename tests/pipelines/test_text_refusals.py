@@ -131,8 +131,9 @@ def test_dynamic_sampling_would_drop_the_groups_that_tell_modes_apart(tmp_path: 
     ("over", "message"),
     [
         (["sampling.temperature=0"], "sampling.temperature is 0, .* eval.sampling.temperature=0"),
-        (["sampling.temperature=1e-30"], r"sampling.temperature: must be 0 \(greedy\) or at least 0.01"),
-        (["eval.sampling.temperature=0.001"], "eval.sampling.temperature: must be 0"),
+        (["sampling.temperature=1e-30"], r"sampling.temperature: must be 0 \(greedy\) or at least 1e-06"),
+        (["eval.sampling.temperature=1e-7"], "eval.sampling.temperature: must be 0"),
+        (["sampling.engine=vllm", "eval.sampling.temperature=0.001"], "vLLM takes 0.01 in place of all below"),
         (["loss.mask_truncated=true", "sampling.stop_on_eos=false"], "all of them do: nothing would be trained"),
     ],
 )

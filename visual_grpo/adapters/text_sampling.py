@@ -13,7 +13,7 @@ from visual_grpo.adapters.protocol import SamplingConfig
 from visual_grpo.errors import UserError
 from visual_grpo.rollouts.settings import VllmConfig
 
-LEAST_TEMPERATURE = 0.01
+LEAST_TEMPERATURE = 1e-6
 
 
 class TextSampling(SamplingConfig):
@@ -38,9 +38,9 @@ class TextSampling(SamplingConfig):
     @field_validator("temperature")
     @classmethod
     def _no_tiny_temperature(cls, value: float) -> float:
-        """Logits over a tiny number overflow, and vLLM takes another one in its place."""
+        """Logits over a tiny number overflow."""
         if 0 < value < LEAST_TEMPERATURE:
-            raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
+            raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
         return value
 
     @property
