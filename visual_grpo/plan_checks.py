@@ -13,7 +13,11 @@ from visual_grpo.stack import MethodStack
 
 __all__ = ["check_loss", "check_rewards", "check_sampling", "check_surrogate", "check_temperature", "check_unread"]
 
-CLIPS = {"cispo": ("ratio.clip_low",), **dict.fromkeys(("sapo", "vespo"), ("ratio.clip_low", "ratio.clip_high"))}
+CLIPS: dict[str, tuple[str, ...]] = {
+    "cispo": ("ratio.clip_low",),
+    "sapo": ("ratio.clip_low", "ratio.clip_high"),
+    "vespo": ("ratio.clip_low", "ratio.clip_high"),
+}
 """Bounds that a surrogate of the core does not read."""
 
 
@@ -122,7 +126,7 @@ def check_unread(config: RunConfig, stack: MethodStack, defaults: Sequence[Mappi
         return bool(getattr(values, name) != usually)
 
     own = CLIPS.get(config.loss.surrogate, ()) if stack.provider("surrogate") is None else ()
-    readers = {f"loss.surrogate={config.loss.surrogate}": own}
+    readers: dict[str, Sequence[str]] = {f"loss.surrogate={config.loss.surrogate}": own}
     readers |= {f"method {name!r}": method.unread(config) for name, method in stack.methods.items()}
     for reader, keys in readers.items():
         given = [key for key in keys if chosen(key)]
