@@ -99,7 +99,8 @@ class DeGrpo(Method[DeGrpoConfig]):
 
     def setup(self, state: LoopState) -> None:
         """Refuse starts of a mode that texts never show: special tokens are no part of them."""
-        tokenizer, table = getattr(state.policy.adapter, "tokenizer", None), self.config.mode_rewards
+        tokenizer: Any = getattr(state.policy.adapter, "tokenizer", None)
+        table = self.config.mode_rewards
         for key in ("short_start", "think_start") if tokenizer is not None and table is not None else ():
             start = getattr(table, key).strip()
             ids = tokenizer(start, add_special_tokens=False)["input_ids"]
