@@ -43,5 +43,5 @@ class ExactMatch(Reward):
         return RewardOutput.from_list(values, {"answered": answered})
 
     def _gold(self, text: str) -> str:
-        """A worked solution (GSM8K) ends in #### and the answer."""
-        return (extract_answer(text, "hashes") or text) if "####" in text else text
+        """The answer of a worked solution: after #### (GSM8K), else in the last box (MATH)."""
+        return extract_answer(text, "hashes") or extract_answer(text, "boxed") or text

@@ -106,7 +106,14 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     from visual_grpo.adapters.protocol import PolicyAdapter
     from visual_grpo.batching import check_geometry
     from visual_grpo.distributed import launched_processes
-    from visual_grpo.plan_checks import check_loss, check_rewards, check_sampling, check_surrogate
+    from visual_grpo.plan_checks import (
+        check_loss,
+        check_rewards,
+        check_sampling,
+        check_surrogate,
+        check_temperature,
+        check_unread,
+    )
     from visual_grpo.registry import ADAPTERS
     from visual_grpo.rollouts.connect import check_engine
     from visual_grpo.selection import check_selection
@@ -155,9 +162,11 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     check_geometry(config.train, launched_processes(), needs)
     check_loss(config, stack, adapter.unit_kinds & needs.unit_kinds, sampling)
     check_surrogate(config, stack.provider("surrogate"))
+    check_unread(config, stack, defaults)
     check_sampling(config, adapter, adapter.unit_kinds & needs.unit_kinds, sampling, eval_sampling)
+    check_temperature(stack, sampling)
     check_engine(config, sampling, eval_sampling, launched_processes())
-    check_rewards(config, stack.provider("advantages"))
+    check_rewards(config, stack)
     check_trackers(config.track)
     made = Plan(config=config, adapter_class=adapter, stack=stack, sampling=sampling, eval_sampling=eval_sampling)
     check_selection(config, media=made.media)

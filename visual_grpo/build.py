@@ -86,6 +86,8 @@ def read_prompts(plan: Plan) -> tuple[list[PromptRow], list[PromptRow]]:
             f"train.prompts_per_step ({config.train.prompts_per_step}) is more than the {len(train_prompts)} prompts of "
             f"{', '.join(repr(part.source) for _, part in config.data.sets())}; use {len(train_prompts)} or fewer"
         )
+    for method in plan.stack.methods.values():
+        method.check_prompts(train_prompts)
     check_balance(train_prompts, config.data)
     check_disjoint(train_prompts, eval_prompts, config)
     return train_prompts, eval_prompts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from visual_grpo import checkpoint as ckpt
+from visual_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from visual_grpo.alarms import Alarms
@@ -80,12 +81,21 @@ class Checkpointer:
             self.progress.saved = self.progress.step
 
     def resume(self) -> tuple[Evaluation | None, Evaluation | None]:
-        """Go back to the newest checkpoint, or to the start if there is none: the (first, last) evaluation found there."""
+        """Go back to the newest checkpoint, or to the start if there is none: the (first, last) evaluation found there.
+
+        Raises:
+            UserError: the checkpoint is damaged, or of another model or other prompts.
+        """
         folder = self.writer.folder.checkpoints
         path = ckpt.latest_checkpoint(folder)
         size = 0
         if path is not None:
             state, tensors = ckpt.load_checkpoint(path, self.policy)
+            if state.get("prompts", self.source.fingerprint) != self.source.fingerprint:
+                raise UserError(
+                    f"cannot resume {str(self.writer.folder.path)!r}: its training prompts are no longer those that the run "
+                    "began with. Restore the prompt set (data.source), or start a new run"
+                )
             self.progress.step = self.progress.saved = int(state["step"])
             self.progress.trained_s = float(state["trained_s"])
             size = int(state["metrics_size"])
@@ -110,6 +120,7 @@ class Checkpointer:
         """What a checkpoint holds beside weights and optimizer, as it is now."""
         return {
             "cursor": self.source.cursor,
+            "prompts": self.source.fingerprint,
             "optimizer_steps": self.optimizer.steps_done,
             "trained_s": self.progress.trained_s,
             "metrics_size": self.writer.folder.metrics_size,

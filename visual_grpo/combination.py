@@ -42,6 +42,7 @@ __all__ = [
     "row_combination",
     "signal",
     "token_whitened",
+    "with_part",
 ]
 
 BY_ROW = ("sum", "product", "gate")
@@ -134,6 +135,38 @@ def row_combination(combine: CombineConfig) -> RowCombination | None:
             ) from None
         return partial(function_total, function=partial(function, **combine.params), name=combine.how)
     return None
+
+
+def with_part(rewards: RewardBatch, name: str, values: Tensor) -> RewardBatch:
+    """Add `values` [N] to the total, as a part called `name`; rows that nothing scored stay without a reward.
+
+    Where rewards are multiplied or given to a function, it is added to what comes out; where each is compared by itself in its
+    group, so is the new part.
+    """
+    scored = rewards.usable
+    status = torch.where(scored, int(RewardStatus.OK), int(RewardStatus.NOT_APPLICABLE)).to(rewards.status)
+    column = torch.where(scored, values.to(rewards.values), torch.nan)
+    return replace(
+        rewards,
+        names=(*rewards.names, name),
+        values=torch.cat([rewards.values, column[:, None]], dim=1),
+        status=torch.cat([rewards.status, status[:, None]], dim=1),
+        weights=torch.cat([rewards.weights, torch.ones(1)]),
+        combine=None if rewards.combine is None else partial(_plus_last, combine=rewards.combine),
+    )
+
+
+def _plus_last(rewards: RewardBatch, combine: RowCombination) -> Tensor:
+    """`combine` of all parts but the last, plus the last."""
+    others = replace(
+        rewards,
+        names=rewards.names[:-1],
+        values=rewards.values[:, :-1],
+        status=rewards.status[:, :-1],
+        weights=rewards.weights[:-1],
+        combine=combine,
+    )
+    return combine(others) + rewards.values[:, -1]
 
 
 # -- by group ---------------------------------------------------------------------------------------------------------------

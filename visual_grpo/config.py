@@ -71,7 +71,9 @@ class PromptSet(Section):
     )
     split: str = "train"
     prompt_column: str = "prompt"
-    answer_column: str | None = Field(None, description="copied to metadata['answer']")
+    answer_column: str | None = Field(
+        None, description="copied to metadata['answer']; a dot leads into a record: reward_model.ground_truth"
+    )
     system_prompt: str | None = None
     limit: Positive | None = None
     options: dict[str, Any] = Field(default_factory=dict, description="of a reasoning_gym data set: max_terms: 3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -20,6 +21,11 @@ class Section(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML reads `on` and `yes` as True, which pydantic would take for 1."""
-        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
+        kind = str(cls.model_fields[info.field_name or ""].annotation)
+        inner: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Mapping) and "dict[" in kind:  # and no section, whose own fields are looked at there
+            inner = value.values()
+        within = "Any" not in kind and any(isinstance(item, bool) for item in inner)
+        if "bool" not in kind and (within or isinstance(value, bool)):
             raise ValueError("a truth value stands where something else is meant")
         return value

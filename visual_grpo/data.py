@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ TESTBED = {
 """Worlds that need no file: functions that give (train, held-out) lists of metadata with a `prompt`."""
 MADE = ("testbed/", "reasoning_gym/")
 """Sources that are made here and not read."""
+ABSENT = object()
+"""Of a column that a record lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +194,15 @@ def _hub(source: str, split: str) -> list[dict[str, Any]]:
         ) from None
 
 
+def _column(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a column; a dot leads into a record within one (`reward_model.ground_truth`). `ABSENT`: there is none."""
+    if name in record:
+        return record[name]
+    first, _, rest = name.partition(".")
+    inner = record.get(first)
+    return _column(inner, rest) if rest and isinstance(inner, Mapping) else ABSENT
+
+
 def _said(prompt: Any) -> tuple[Any, Any]:
     """(user's text, system's text or None) of a conversation `[{role, content}, ...]`, as TRL's data sets have; else as it is."""
     messages = prompt if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt) else []
@@ -199,11 +212,12 @@ def _said(prompt: Any) -> tuple[Any, Any]:
 
 
 def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
-    prompt, system = _said(record.get(config.prompt_column))
+    prompt, system = _said(_column(record, config.prompt_column))
     if not isinstance(prompt, str) or not prompt.strip():
+        given = None if prompt is ABSENT else prompt
         raise UserError(
             f"{config.source}, record {number}: column {config.prompt_column!r} must be a non-empty text, or a conversation of "
-            f"one user message with at most a system message before it, got {prompt!r}; the record has the columns "
+            f"one user message with at most a system message before it, got {given!r}; the record has the columns "
             f"{', '.join(map(str, record))}. Set data.prompt_column."
         )
     for column, value in record.items():
@@ -214,11 +228,13 @@ def _row(record: dict[str, Any], number: int, config: PromptSet) -> PromptRow:
             )
     metadata = dict(record)
     if config.answer_column is not None:
-        if config.answer_column not in record:
+        answer = _column(record, config.answer_column)
+        if answer is ABSENT:
             raise UserError(
-                f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column)"
+                f"{config.source}, record {number} has no column {config.answer_column!r} (data.answer_column); it has the "
+                f"columns {', '.join(map(str, record))}"
             )
-        metadata["answer"] = record[config.answer_column]
+        metadata["answer"] = answer
     system = system if config.system_prompt is None else config.system_prompt
     if system is not None:
         metadata["system"] = system
@@ -245,6 +261,14 @@ class PromptSource:
         self.seed = seed
         self.cursor = 0
         self._turns = in_turns(self.rows, config.balance)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that differ where a prompt differs: the cursor, and what methods keep by prompt, belong to these."""
+        found = hashlib.sha256()
+        for row in self.rows:
+            found.update(row.prompt.encode() + b"\0")
+        return found.hexdigest()[:16]
 
     def draw(self, count: int, weights: Tensor | None = None) -> list[int]:
         """Indices of the next `count` prompts.

@@ -6,6 +6,7 @@ step add up to the step's loss whatever the split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ RATIO_BINS = torch.cat([torch.tensor([0.0]), torch.exp(torch.linspace(-0.5, 0.5,
 """Edges of the histogram of ratios: fine around 1, which lies in the middle of a bin, and open at both ends."""
 ENTROPY_TIE = 1e-5
 """Nats below which entropies count as equal."""
+UNIT_SCALE, SCALE_STEP = 2.0**-10, 2.0**8
+"""Least coefficient of a unit in float16, and by how much less is tried where a gradient overflows."""
 
 
 @dataclass(kw_only=True)
@@ -79,6 +82,21 @@ def step_totals(rows: LossInputs, micro_batches: int, ranks: Ranks | None = None
         live_rows=found[4],
         spans=tuple(found[5:]),
     )
+
+
+def loss_scale(stack: MethodStack, rows: LossInputs, totals: Totals, state: LoopState) -> float:
+    """Power of two that the loss of a float16 model is multiplied by on the way through the network.
+
+    In a mean over the units of a large step each has a coefficient that float16 rounds to 0, and so its gradient. The same on all
+    processes; 1 in wider types.
+    """
+    if state.config.model.dtype != "float16":
+        return 1.0
+    coefficients = stack.aggregate(rows.rollouts.unit_mask.double(), totals, rows.rollouts, state)
+    kept = coefficients[coefficients > 0]
+    least = kept.min() if len(kept) else coefficients.new_full((), math.inf)
+    smallest = float(state.ranks.gather(least.double().cpu()[None]).min())
+    return 1.0 if math.isinf(smallest) else max(2.0 ** math.floor(math.log2(UNIT_SCALE / smallest)), 1.0)
 
 
 def couples_units(stack: MethodStack, state: LoopState) -> bool:

@@ -10,7 +10,7 @@ the process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from visual_grpo.aggregation import Totals, aggregation_coefficients
 from visual_grpo.combination import combined_advantages, on_all_processes
 from visual_grpo.config import RatioConfig, RunConfig, Section
+from visual_grpo.errors import UserError
 from visual_grpo.importance import micro_difference, summed_log_weight
 from visual_grpo.objectives import Metrics, cispo_surrogate, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from visual_grpo.seeding import seeded_generator
@@ -27,6 +28,7 @@ from visual_grpo.types import MicroBatch, PromptBatch, RewardBatch, RolloutBatch
 
 if TYPE_CHECKING:
     from visual_grpo.adapters.protocol import SamplingConfig
+    from visual_grpo.data import PromptRow
     from visual_grpo.distributed import Ranks
     from visual_grpo.loss import LossInputs
     from visual_grpo.policy import Policy
@@ -34,6 +36,23 @@ if TYPE_CHECKING:
 
 class MethodConfig(Section):
     """Base of a method's own options. Unknown keys are refused."""
+
+    def refuse_idle(self, method: str, keys: Sequence[str], read_with: str) -> None:
+        """Refuse options that were set though `method` reads them with other settings only.
+
+        Args:
+            method: its name, for the message.
+            keys: the options.
+            read_with: what they are read with, such as `form=focal`.
+
+        Raises:
+            UserError: naming those that differ from their defaults.
+        """
+        fields = type(self).model_fields
+        given = [k for k in keys if getattr(self, k) != fields[k].get_default(call_default_factory=True)]
+        if given:
+            names = " and ".join(f"method.{method}.{key}" for key in given)
+            raise UserError(f"{names} would not be read without {read_with}: leave it out, or set {read_with}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +144,17 @@ class Method(Generic[C]):
 
         Raises:
             UserError: what does not fit, and what to change.
+        """
+
+    def unread(self, run: RunConfig) -> Sequence[str]:
+        """Dotted core options that do nothing beside this method; a run that sets one is refused."""
+        return ()
+
+    def check_prompts(self, rows: Sequence[PromptRow]) -> None:
+        """Refuse training prompts that lack a column, before any weights are loaded.
+
+        Raises:
+            UserError: naming the column and a prompt.
         """
 
     def setup(self, state: LoopState) -> None:

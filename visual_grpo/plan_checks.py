@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from visual_grpo.adapters.protocol import PolicyAdapter, SamplingConfig
 from visual_grpo.combination import check_combination
-from visual_grpo.config import RunConfig
+from visual_grpo.config import RunConfig, merge
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.stack import MethodStack
 
-__all__ = ["check_loss", "check_rewards", "check_sampling", "check_surrogate"]
+__all__ = ["check_loss", "check_rewards", "check_sampling", "check_surrogate", "check_temperature", "check_unread"]
+
+CLIPS: dict[str, tuple[str, ...]] = {
+    "cispo": ("ratio.clip_low",),
+    "sapo": ("ratio.clip_low", "ratio.clip_high"),
+    "vespo": ("ratio.clip_low", "ratio.clip_high"),
+}
+"""Bounds that a surrogate of the core does not read."""
 
 
 def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str], sampling: Any) -> None:
@@ -34,6 +41,11 @@ def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str
         )
     if loss.mask_truncated and denoises:
         raise UserError("loss.mask_truncated masks texts that hit a length limit; pictures have none: leave it out")
+    if loss.mask_truncated and not getattr(sampling, "stop_on_eos", True):
+        raise UserError(
+            "loss.mask_truncated masks texts that hit the length limit, and with sampling.stop_on_eos=false all of them do: "
+            "nothing would be trained. Set one of the two back"
+        )
     for name in ("top_entropy", "off_policy_max"):
         if getattr(loss, name) is not None and denoises:
             raise UserError(f"loss.{name} is for tokens, and this model has none: leave it out")
@@ -92,6 +104,49 @@ def check_surrogate(config: RunConfig, surrogate_by: str | None) -> None:
         )
 
 
+def check_unread(config: RunConfig, stack: MethodStack, defaults: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse core options that the user has set and that nothing in this stack reads.
+
+    Args:
+        config: of the run.
+        stack: its methods.
+        defaults: of the methods, in stack order: what one of them sets is no wish of the user's.
+
+    Raises:
+        UserError: naming the method, or the surrogate of the core, and the keys.
+    """
+    usual: dict[str, Any] = {}
+    for layer in defaults:
+        usual = merge(usual, layer)
+
+    def chosen(key: str) -> bool:
+        section, _, name = key.partition(".")
+        values = getattr(config, section)
+        usually = usual.get(section, {}).get(name, type(values).model_fields[name].default)
+        return bool(getattr(values, name) != usually)
+
+    own = CLIPS.get(config.loss.surrogate, ()) if stack.provider("surrogate") is None else ()
+    readers: dict[str, Sequence[str]] = {f"loss.surrogate={config.loss.surrogate}": own}
+    readers |= {f"method {name!r}": method.unread(config) for name, method in stack.methods.items()}
+    for reader, keys in readers.items():
+        given = [key for key in keys if chosen(key)]
+        if given:
+            raise UserError(f"{reader} does not read {' and '.join(given)}: leave it out")
+
+
+def check_temperature(stack: MethodStack, sampling: SamplingConfig) -> None:
+    """Refuse greedy samples in training: those of a prompt would all be the same.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if getattr(sampling, "temperature", 1.0) == 0 and stack.provider("rollout") is None:
+        raise UserError(
+            "sampling.temperature is 0, so all answers to a prompt would be the same and nothing could be learned: use 1 or so, "
+            "and eval.sampling.temperature=0 for greedy evaluations"
+        )
+
+
 def check_sampling(
     config: RunConfig,
     adapter: type[PolicyAdapter],
@@ -112,18 +167,27 @@ def check_sampling(
     eval_sampling.check_evaluation(config.eval.sampling)
 
 
-def check_rewards(config: RunConfig, advantages_by: str | None) -> None:
+def check_rewards(config: RunConfig, stack: MethodStack) -> None:
     """Refuse a run without a reward to train on, or with a combination that cannot work.
 
     The names are looked up when the suite is built, before the model.
 
     Args:
         config: of the run.
-        advantages_by: the method of the stack that makes the advantages itself, if one does.
+        stack: its methods.
+
+    Raises:
+        UserError: naming the key.
     """
     if all(reward.eval_only for reward in config.rewards.values()):
         raise UserError(
             "rewards: there is none to train on; name at least one that is not eval_only, such as rewards: {geneval: 1.0}"
+        )
+    weights = [reward.weight for reward in config.rewards.values() if not reward.eval_only]
+    if stack.needs.compares_rewards and ":" not in config.combine.how and not any(weights):
+        raise UserError(
+            "rewards: every weight is 0, so all answers count alike and nothing could be learned; give one a weight, and make "
+            "those that are only watched eval_only"
         )
     for name, reward in config.rewards.items() if config.data.sources else ():
         wanted = (reward.applies or {}).get("task", [])
@@ -133,4 +197,4 @@ def check_rewards(config: RunConfig, advantages_by: str | None) -> None:
                     f"rewards.{name}.applies names task {task!r}, but data.sources has "
                     f"{', '.join(config.data.sources)}.{did_you_mean(str(task), config.data.sources)}"
                 )
-    check_combination(config, advantages_by)
+    check_combination(config, stack.provider("advantages"))

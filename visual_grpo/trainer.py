@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_grpo.aggregation import Totals
 from visual_grpo.alarms import Alarm, Alarms
 from visual_grpo.batching import check_geometry, micro_batches, split_updates
 from visual_grpo.checkpointer import Checkpointer, Progress
@@ -25,10 +26,11 @@ from visual_grpo.distributed import Ranks
 from visual_grpo.errors import RunError
 from visual_grpo.evaluation import Evaluation, reward_request
 from visual_grpo.held_out import EMA, HeldOut
-from visual_grpo.loss import LossInputs, fixed_weights, passes, settle_old, step_totals
+from visual_grpo.loss import SCALE_STEP, LossInputs, fixed_weights, loss_scale, passes, settle_old, step_totals
 from visual_grpo.method import LoopState
 from visual_grpo.metrics import Stats, flat_rows, group_figures, reward_figures, step_histograms
 from visual_grpo.normalise import Normalisers
+from visual_grpo.objectives import Metrics
 from visual_grpo.optimizer import Optimizer
 from visual_grpo.out_of_memory import memory_errors
 from visual_grpo.policy import Policy
@@ -307,14 +309,14 @@ class Trainer:
             stats.update({"grad_norm": (torch.tensor(0.0), torch.tensor(1.0))})
             return
         none, one = torch.tensor(0.0), torch.tensor(1.0 / self.ranks.world)
-        for index in micros:
-            self.watchdog.beat()
-            inputs = rows.select(index).to(self.policy.device)
-            for loss, figures in passes(self.stack, inputs, totals, self.state):
-                loss.backward()
-                stats.update({"loss": (loss.detach(), none), **figures})
-        self.ranks.reduce_gradients(list(self.policy.trainable.values()))
-        norm = self.optimizer.gradient_norm()
+        scale = loss_scale(self.stack, rows, totals, self.state)
+        norm, figures = self._gradient(rows, micros, totals, scale)
+        while scale > 1 and not torch.isfinite(norm):  # the same on all processes
+            scale = max(scale / SCALE_STEP, 1.0)
+            self.optimizer.zero_grad()
+            norm, figures = self._gradient(rows, micros, totals, scale)
+        for part in figures:
+            stats.update(part)
         stats.update({"grad_norm": (norm, torch.tensor(1.0)), "loss": (none, one)})
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()  # the alarm decides whether the run goes on; the weights stay as they were
@@ -323,6 +325,24 @@ class Trainer:
         ema = self.config.train.ema
         if ema is not None and ema_is_due(self.optimizer.steps_done - 1, ema.every):
             self.policy.average_into(EMA, ema_decay(self.optimizer.steps_done - 1, ema.decay))
+
+    def _gradient(
+        self, rows: LossInputs, micros: Sequence[Tensor], totals: Totals, scale: float
+    ) -> tuple[Tensor, list[Metrics]]:
+        """Accumulate the gradient over all processes, the loss multiplied by `scale` on the way: (its norm, figures)."""
+        found: list[Metrics] = []
+        none = torch.tensor(0.0)
+        for index in micros:
+            self.watchdog.beat()
+            inputs = rows.select(index).to(self.policy.device)
+            for loss, figures in passes(self.stack, inputs, totals, self.state):
+                (loss if scale == 1 else loss * scale).backward()
+                found.append({"loss": (loss.detach(), none), **figures})
+        parameters = list(self.policy.trainable.values())
+        self.ranks.reduce_gradients(parameters)
+        for gradient in [p.grad for p in parameters if p.grad is not None] if scale != 1 else ():
+            gradient.div_(scale)
+        return self.optimizer.gradient_norm(), found
 
     # -- before, between, after -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ wrong are replaced by new ones until the batch is full), the token mean over the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from visual_grpo.advantages import flat_groups, overlong_penalty
-from visual_grpo.combination import signal
+from visual_grpo.combination import signal, with_part
 from visual_grpo.config import (
     DataConfig,
     EvalConfig,
@@ -42,7 +41,9 @@ class DapoConfig(MethodConfig):
         None, ge=1, description="tokens before the limit over which the penalty grows; null = none"
     )
     overlong_weight: float = Field(
-        1.0, description="factor of the penalty, in units of the reward; the paper's 1 belongs to rewards of -1 and 1"
+        1.0,
+        ge=0,
+        description="factor of the penalty, in units of the reward; the paper's 1 belongs to rewards of -1 and 1",
     )
 
 
@@ -58,8 +59,12 @@ class Dapo(Method[DapoConfig]):
     }
 
     def check(self, run: RunConfig, sampling: Any) -> None:
-        """The cache must lie within the answer."""
+        """The cache must lie within the answer; refuse what would not be read."""
         cache = self.config.overlong_cache
+        if cache is None:
+            self.config.refuse_idle("dapo", ["overlong_weight"], "overlong_cache")
+        if not self.config.dynamic_sampling:
+            self.config.refuse_idle("dapo", ["max_tries"], "dynamic_sampling=true")
         if cache is not None and cache > sampling.max_new_tokens:
             raise UserError(
                 f"method.dapo.overlong_cache ({cache}) must be at most sampling.max_new_tokens ({sampling.max_new_tokens})"
@@ -75,17 +80,7 @@ class Dapo(Method[DapoConfig]):
         # A truncated answer would have gone on: it counts as beyond the limit.
         length = torch.where(rollouts.truncated.cpu(), limit + 1, length) if rollouts.truncated is not None else length
         penalty = self.config.overlong_weight * overlong_penalty(length, limit, cache)
-        # A row that nothing scored has no reward; the penalty alone would give it one.
-        scored = rewards.usable
-        status = torch.where(scored, int(RewardStatus.OK), int(RewardStatus.NOT_APPLICABLE)).to(rewards.status)
-        penalty = torch.where(scored, penalty.to(rewards.values), torch.nan)
-        return replace(
-            rewards,
-            names=(*rewards.names, "overlong"),
-            values=torch.cat([rewards.values, penalty[:, None]], dim=1),
-            status=torch.cat([rewards.status, status[:, None]], dim=1),
-            weights=torch.cat([rewards.weights, torch.ones(1)]),
-        )
+        return with_part(rewards, "overlong", penalty)
 
     def after_score(
         self, rollouts: RolloutBatch, rewards: RewardBatch, state: LoopState

@@ -30,9 +30,10 @@ from visual_grpo.config import (
     RunConfig,
     TrainConfig,
 )
-from visual_grpo.errors import RunError
+from visual_grpo.errors import RunError, UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.pipelines.text.grpo import arithmetic
+from visual_grpo.stack import named_methods
 from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch, Span
 
 SHORT, THINK, NO_MODE = 0, 1, 2
@@ -80,6 +81,35 @@ class DeGrpo(Method[DeGrpoConfig]):
         "advantage": {"std": "none"},
         "kl": {"beta": 0.001, "estimator": "k3"},
     }
+
+    def check(self, run: RunConfig, sampling: Any) -> None:
+        """Refuse what would delete the signal of the modes, and what would not be read."""
+        for name, params in named_methods(run.method):
+            if name == "dapo" and params.get("dynamic_sampling", True) and self.config.mode_rewards is not None:
+                raise UserError(
+                    "methods 'degrpo' and 'dapo' do not fit: dapo's dynamic sampling drops groups whose answers are all right, "
+                    "in which degrpo's mode_rewards tell brief from long; set method.dapo.dynamic_sampling=false or remove one"
+                )
+        if self.config.control_tokens == 0:
+            self.config.refuse_idle("degrpo", ["control_weight"], "control_tokens above 0")
+
+    def unread(self, run: RunConfig) -> Sequence[str]:
+        """It averages in its own way (`response`, `divisors`), the KL too."""
+        return ("loss.aggregation",)
+
+    def setup(self, state: LoopState) -> None:
+        """Refuse starts of a mode that texts never show: special tokens are no part of them."""
+        tokenizer: Any = getattr(state.policy.adapter, "tokenizer", None)
+        table = self.config.mode_rewards
+        for key in ("short_start", "think_start") if tokenizer is not None and table is not None else ():
+            start = getattr(table, key).strip()
+            ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+            if start not in tokenizer.decode(ids, skip_special_tokens=True):
+                raise UserError(
+                    f"method.degrpo.mode_rewards.{key} is {start!r}, a special token of this tokenizer, which the text of an "
+                    "answer leaves out, so no answer would have this mode: make it an ordinary token ('special': false in "
+                    "tokenizer.json and tokenizer_config.json), or name another start"
+                )
 
     def passes_matter(self) -> bool:
         """Means of each pass."""

@@ -36,6 +36,8 @@ from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
 
 START = 0.5
 """Pass rate of a question that was never drawn, and the middle of the Gaussian."""
+LEAST = 1e-30
+"""Weight of a question however far its rate is from the middle."""
 
 
 def kl_factor(accuracy: float) -> float:
@@ -55,7 +57,8 @@ def question_weights(rates: Tensor, sigma: float) -> Tensor:
         >>> question_weights(torch.tensor([0.5, 1.0]), 0.35)
         tensor([1.0000, 0.3604])
     """
-    return torch.exp(-((rates - START) ** 2) / (2 * sigma**2))
+    # Not down to 0, which would leave a question out for good.
+    return torch.exp(-((rates - START) ** 2) / (2 * sigma**2)).clamp(min=LEAST)
 
 
 class FgExpoConfig(MethodConfig):
@@ -87,7 +90,9 @@ class FgExpo(Method[FgExpoConfig]):
         """{group: (question, rate)} of this step and process."""
 
     def check(self, run: RunConfig, sampling: Any) -> None:
-        """A KL to scale, and a reward that says what is right."""
+        """A KL to scale, and a reward that says what is right; refuse what would not be read."""
+        if self.config.sigma is None:
+            self.config.refuse_idle("fg_expo", ["decay"], "sigma")
         if self.config.adaptive_kl and run.kl.beta == 0:
             raise UserError(
                 "fg_expo scales the pull to the reference model, but kl.beta is 0: set kl.beta (paper: 0.02), or "

@@ -9,7 +9,6 @@ Bessel std and eps 1e-4; both kinds of groups share one divisor, the rows of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from visual_grpo.advantages import group_advantages
+from visual_grpo.combination import with_part
 from visual_grpo.config import (
     DataConfig,
     EvalConfig,
@@ -32,7 +32,7 @@ from visual_grpo.groups import num_segments_of, segment_count, segment_sum
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.pipelines.text.grpo import arithmetic
 from visual_grpo.stack import named_methods
-from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
+from visual_grpo.types import RewardBatch, RolloutBatch
 
 SMALLEST = 1e-12
 """Confidences below it carry no information."""
@@ -85,15 +85,7 @@ class Lens(Method[LensConfig]):
         negative = ~group_has_right(right, ids)
         state.figure("lens/negative_groups", negative.double())
         state.figure("lens/confidence", confidence, scored)
-        status = torch.where(scored, int(RewardStatus.OK), int(RewardStatus.NOT_APPLICABLE)).to(rewards.status)
-        penalty = torch.where(scored, (calibrated - right).to(rewards.values), torch.nan)
-        return replace(
-            rewards,
-            names=(*rewards.names, "confidence"),
-            values=torch.cat([rewards.values, penalty[:, None]], dim=1),
-            status=torch.cat([rewards.status, status[:, None]], dim=1),
-            weights=torch.cat([rewards.weights, torch.ones(1)]),
-        )
+        return with_part(rewards, "confidence", calibrated - right)
 
     def advantages(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """Normalised where some answer is right, centred and scaled elsewhere; over the rows of all processes."""

@@ -90,6 +90,9 @@ class MicroCoderGrpo(Method[MicroCoderGrpoConfig]):
         given = self.config.temperatures
         if min(given) <= 0 or sorted(set(given)) != given:
             raise UserError(f"method.microcoder_grpo.temperatures must rise from above 0, got {given}")
+        if self.config.diversity_target is None:
+            staged = ["temperatures", "pilot_prompts", "stage", "patience", "low_share"]
+            self.config.refuse_idle("microcoder_grpo", staged, "diversity_target")
 
     # -- temperature --------------------------------------------------------------------------------------------------------
 

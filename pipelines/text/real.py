@@ -5,16 +5,17 @@ other; the logit is a row's mean log-ratio to the policy that sampled, and a log
 answers above it and wrong ones below, so that every row's gradient is bounded by 1 / temperature. `form` has the reference's
 variants.
 
-The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, `ratio.*` and of `loss.*` all but
-`mask_truncated` are not read.
+The labels travel to the loss as advantages of 1, -1 or 0 (neither); `advantage.*`, the bounds of `ratio` and what `loss` has
+but `mask_truncated` are not read, and refused.
 Departures: an answer without tokens, or one that is masked as truncated, has no label; a KL that is asked for (`kl.beta`) is a
 token mean of its own, as in ms-swift.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -39,6 +40,8 @@ from visual_grpo.pipelines.text.grpo import arithmetic
 from visual_grpo.stack import fills, method_class, named_methods
 from visual_grpo.types import MicroBatch, RewardBatch, RolloutBatch
 
+logger = logging.getLogger(__name__)
+
 Form = Literal["anchored", "bce", "product"]
 NOT_READ = ("shape_rewards", "adjust_advantages", "unit_weights", "live_weights")
 
@@ -60,6 +63,7 @@ class Real(Method[RealConfig]):
     def __init__(self, config: RealConfig) -> None:
         super().__init__(config)
         self._sizes: Counter[int] = Counter()  # rows of each group of this step
+        self._warned = False
 
     def check(self, run: RunConfig, sampling: Any) -> None:
         """Refuse what would be ignored: other methods' rewards, advantages and weights, and groups dropped from the mean."""
@@ -76,16 +80,49 @@ class Real(Method[RealConfig]):
                 "advantage.drop_flat=false"
             )
 
+        trained = {name: reward.weight for name, reward in run.rewards.items() if not reward.eval_only}
+        if len(trained) == 1 and set(trained.values()) != {1.0}:
+            name, weight = next(iter(trained.items()))
+            raise UserError(
+                f"method real reads a score of 1 as right, and rewards.{name}.weight is {weight:g}, so none would be: set it to 1"
+            )
+
+    def unread(self, run: RunConfig) -> Sequence[str]:
+        """A row's loss is a share of its prompt's, so what picks rows or tokens of it would change the others too."""
+        advantage = ("scope", "std", "eps", "single_group", "clip", "soft_clip")
+        loss = ("aggregation", "top_entropy", "off_policy_max")
+        return (
+            *(f"advantage.{key}" for key in advantage),
+            *(f"loss.{key}" for key in loss),
+            "ratio.clip_low",
+            "ratio.clip_high",
+        )
+
     def advantages(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """Labels [N] float64: 1 right, -1 wrong, 0 where the row or its group says nothing."""
         clean = rewards if rewards.clean is None else rewards.clean
         self._sizes = Counter(rollouts.group_ids.tolist())
+        scores = clean.total()
+        self._warn_of_graded(scores)
         answered = rollouts.unit_mask.any(1).cpu()
         if state.config.loss.mask_truncated and rollouts.truncated is not None:
             answered = answered & ~rollouts.truncated.cpu()  # they will have no unit in the loss
-        labels = class_labels(clean.total(), rollouts.group_ids, answered)
+        labels = class_labels(scores, rollouts.group_ids, answered)
         state.figure("real/labelled", (labels != 0).double())
         return labels
+
+    def _warn_of_graded(self, scores: Tensor) -> None:
+        """Once a run."""
+        graded = scores[~scores.isnan() & (scores != 0) & (scores != 1)]
+        if len(graded) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "real: %d of %d answers have a score other than 0 and 1 (%g) and are in neither class; use one reward of 0 and 1 "
+                "with weight 1",
+                len(graded),
+                len(scores),
+                float(graded[0]),
+            )
 
     def surrogate(self, micro: MicroBatch, state: LoopState) -> tuple[Tensor, Metrics]:
         """A loss for each row [n, 1], whose sum over a group is the prompt's loss."""

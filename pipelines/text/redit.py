@@ -11,17 +11,15 @@ direction; that is the paper's rule, and `flat_groups=zero` leaves such groups a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from visual_grpo.advantages import flat_groups
-from visual_grpo.combination import BY_GROUP, judged, signal
+from visual_grpo.combination import BY_GROUP, judged, signal, with_part
 from visual_grpo.config import (
     DataConfig,
     EvalConfig,
@@ -35,7 +33,7 @@ from visual_grpo.groups import group_index
 from visual_grpo.method import LoopState, Method, MethodConfig
 from visual_grpo.pipelines.text.grpo import arithmetic
 from visual_grpo.schedules import lr_multiplier
-from visual_grpo.types import RewardBatch, RewardStatus, RolloutBatch
+from visual_grpo.types import RewardBatch, RolloutBatch
 
 PART = "dither"
 """Name of the reward part that holds the noise of the sum."""
@@ -45,32 +43,7 @@ KEY = 29
 
 def on_the_sum(rewards: RewardBatch, noise: Tensor) -> RewardBatch:
     """Add noise [N] to the total, as a part of its own; rows that nothing scored stay without a reward."""
-    scored = rewards.usable
-    status = torch.where(scored, int(RewardStatus.OK), int(RewardStatus.NOT_APPLICABLE)).to(rewards.status)
-    column = torch.where(scored, noise.to(rewards.values), torch.nan)
-    return replace(
-        rewards,
-        names=(*rewards.names, PART),
-        values=torch.cat([rewards.values, column[:, None]], dim=1),
-        status=torch.cat([rewards.status, status[:, None]], dim=1),
-        weights=torch.cat([rewards.weights, torch.ones(1)]),
-        combine=None if rewards.combine is None else partial(_plus_noise, combine=rewards.combine),
-        noisy=True,
-    )
-
-
-def _plus_noise(rewards: RewardBatch, combine: Callable[[RewardBatch], Tensor]) -> Tensor:
-    """`combine` of the other parts, plus the noise."""
-    others = [k for k, name in enumerate(rewards.names) if name != PART]
-    parts = replace(
-        rewards,
-        names=tuple(rewards.names[k] for k in others),
-        values=rewards.values[:, others],
-        status=rewards.status[:, others],
-        weights=rewards.weights[others],
-        combine=combine,
-    )
-    return combine(parts) + rewards.values[:, rewards.names.index(PART)]
+    return replace(with_part(rewards, PART, noise), noisy=True)
 
 
 class ReditConfig(MethodConfig):
@@ -90,6 +63,11 @@ class Redit(Method[ReditConfig]):
     """Noise on the rewards."""
 
     Config: ClassVar[type[MethodConfig]] = ReditConfig
+
+    def check(self, run: RunConfig, sampling: Any) -> None:
+        """Refuse what would not be read."""
+        if self.config.std == 0:
+            self.config.refuse_idle("redit", ["noise", "schedule", "flat_groups"], "std above 0")
 
     def shape_rewards(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> RewardBatch:
         """Add one draw a row to the sum, or one a row and reward where each is compared by itself."""

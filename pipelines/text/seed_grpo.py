@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -98,6 +98,11 @@ class SeedGrpo(Method[SeedGrpoConfig]):
 
     Config: ClassVar[type[MethodConfig]] = SeedGrpoConfig
     needs: ClassVar[Needs] = Needs(unit_kinds=frozenset({"token"}))
+
+    def check(self, run: RunConfig, sampling: Any) -> None:
+        """Refuse what would not be read."""
+        if self.config.form != "focal":
+            self.config.refuse_idle("seed_grpo", ["gamma"], "form=focal")
 
     def adjust_advantages(
         self, advantages: Tensor, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState

@@ -4,12 +4,13 @@ What differs from GRPO: nothing is sampled in training. The rollout of a prompt 
 loss of a token is its negative log-probability at temperature 1, averaged over the tokens of the step (`loss.aggregation`). Where
 the column holds several answers, the rows of a group take them in turn: with `train.group_size` 2, a brief and a long answer to
 every prompt, as Thinkless (arXiv 2505.13379) warms up. Rewards score held-out samples; those of the data set's answers are
-logged, and nothing else reads them. Advantages are 1, and methods that weigh units (`unit_weights`) or add a KL stack with it.
+logged, and nothing else reads them. Advantages are 1, and methods that weigh units (`unit_weights`) or add a KL stack with it;
+those that read rewards or change advantages are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +26,22 @@ from visual_grpo.config import (
     RunConfig,
     TrainConfig,
 )
+from visual_grpo.data import PromptRow
 from visual_grpo.errors import UserError
 from visual_grpo.method import LoopState, Method, MethodConfig, Needs
 from visual_grpo.objectives import Metrics
 from visual_grpo.pipelines.text.grpo import arithmetic
+from visual_grpo.stack import fills, method_class, named_methods
 from visual_grpo.types import MicroBatch, PromptBatch, RewardBatch, RolloutBatch
+
+NOT_READ = ("shape_rewards", "after_score", "filter_groups", "adjust_advantages", "kl_scale")
+IDLE = (
+    *(f"advantage.{key}" for key in ("scope", "std", "eps", "single_group", "drop_flat", "clip", "soft_clip")),
+    *(f"ratio.{key}" for key in ("clip_low", "clip_high", "old")),
+    *(f"loss.{key}" for key in ("mask_truncated", "off_policy_max")),
+    "kl.importance",
+)
+"""Core options of sampled answers: nobody sampled these."""
 
 
 class SftConfig(MethodConfig):
@@ -50,6 +62,25 @@ class Sft(Method[SftConfig]):
         "kl": {"beta": 0.0},
         "alarms": {"flat_groups": "off"},
     }
+
+    def check(self, run: RunConfig, sampling: Any) -> None:
+        """Refuse methods that would learn from the rewards of given answers."""
+        for name, _ in named_methods(run.method):
+            hook = next((h for h in NOT_READ if fills(method_class(name), h)), None)
+            if hook is not None:
+                raise UserError(
+                    f"methods 'sft' and {name!r} cannot be stacked: the answers of sft are given and not compared by their "
+                    f"rewards, which {name}'s {hook} is about; remove one"
+                )
+
+    def unread(self, run: RunConfig) -> Sequence[str]:
+        """What is about samples and their rewards."""
+        return IDLE
+
+    def check_prompts(self, rows: Sequence[PromptRow]) -> None:
+        """Refuse prompts without an answer."""
+        for row in rows:
+            given_answer(row.prompt, row.metadata, self.config.column, 0)
 
     def rollout(self, prompts: PromptBatch, state: LoopState) -> RolloutBatch:
         """Rows of the data set."""

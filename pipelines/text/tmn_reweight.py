@@ -12,7 +12,7 @@ reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,11 +30,12 @@ from visual_grpo.config import (
     RunConfig,
     TrainConfig,
 )
+from visual_grpo.data import PromptRow
 from visual_grpo.errors import UserError
 from visual_grpo.groups import group_index, segment_count, segment_mean, segment_range, segment_std
 from visual_grpo.method import LoopState, Method, MethodConfig
 from visual_grpo.pipelines.text.grpo import arithmetic
-from visual_grpo.types import PromptBatch, RewardBatch, RolloutBatch
+from visual_grpo.types import RewardBatch, RolloutBatch
 
 SingleRow = Literal["zero", "reference"]
 EPS = 1e-6
@@ -117,15 +118,23 @@ class TmnReweight(Method[TmnReweightConfig]):
         "kl": {"beta": 0.0},
     }
 
-    def before_rollout(self, prompts: PromptBatch, state: LoopState) -> PromptBatch:
-        """Refuse prompts without a task before anything is sampled."""
-        self._tasks(prompts)
-        return prompts
+    def check(self, run: RunConfig, sampling: Any) -> None:
+        """Refuse what would not be read."""
+        if not self.config.difficulty_reweight:
+            self.config.refuse_idle("tmn_reweight", ["smoothing", "gamma"], "difficulty_reweight=true")
+
+    def unread(self, run: RunConfig) -> Sequence[str]:
+        """The scale is the task's."""
+        return ("advantage.scope", "advantage.std", "advantage.eps", "advantage.single_group")
+
+    def check_prompts(self, rows: Sequence[PromptRow]) -> None:
+        """Refuse prompts without a task."""
+        self._tasks([row.prompt for row in rows], [row.metadata for row in rows])
 
     def advantages(self, rewards: RewardBatch, rollouts: RolloutBatch, state: LoopState) -> Tensor:
         """Over the rows of all processes."""
         ranks, options = state.ranks, self.config
-        names = ranks.gather_objects(self._tasks(rollouts.prompts))
+        names = ranks.gather_objects(self._tasks(rollouts.prompts.prompts, rollouts.prompts.metadata))
         number = {name: i for i, name in enumerate(sorted(set(names)))}
         tasks = torch.tensor([number[name] for name in names], dtype=torch.int64)
         everywhere = task_advantages(
@@ -141,15 +150,15 @@ class TmnReweight(Method[TmnReweightConfig]):
             state.log({"tmn_reweight/advantage_max": (mine.abs().max(), torch.tensor(1.0))})
         return mine
 
-    def _tasks(self, prompts: PromptBatch) -> list[str]:
+    def _tasks(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> list[str]:
         key = self.config.task_key
-        missing = next((i for i, row in enumerate(prompts.metadata) if row.get(key) is None), None)
+        missing = next((i for i, row in enumerate(metadata) if row.get(key) is None), None)
         if missing is not None:
             raise UserError(
-                f"method.tmn_reweight.task_key is {key!r}, but prompt {prompts.prompts[missing]!r} has no such column; it has "
-                f"{', '.join(map(str, prompts.metadata[missing])) or 'none'}. Name the column that holds the task"
+                f"method.tmn_reweight.task_key is {key!r}, but prompt {prompts[missing]!r} has no such column; it has "
+                f"{', '.join(map(str, metadata[missing])) or 'none'}. Name the column that holds the task"
             )
-        return [str(row[key]) for row in prompts.metadata]
+        return [str(row[key]) for row in metadata]
 
 
 def tmn_reweight_text_tiny() -> RunConfig:

@@ -181,3 +181,11 @@ def test_evaluation_mode_for_sampling_is_restored_after_an_error(tiny_text: Any)
         adapter.sample(tiny_text.batch(), seed=0, sampling=tiny_text.SHORT)
     assert adapter.model.training
     adapter.model.model.norm.weight.data.copy_(broken)
+
+
+def test_words_that_are_ruled_out_add_nothing_to_the_entropy() -> None:
+    """A model may give them a logit of -inf."""
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]])
+    _, entropy = token_log_prob(logits, torch.tensor([0]), torch.ones(1), entropy=True)
+    _, without = token_log_prob(logits[:, [0, 2]], torch.tensor([0]), torch.ones(1), entropy=True)
+    assert torch.equal(entropy, without)

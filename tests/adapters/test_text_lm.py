@@ -15,9 +15,13 @@ from transformers import (
 )
 
 from visual_grpo.adapters.text_lm import TextLMAdapter, TextSampling
+from visual_grpo.api import plan
 from visual_grpo.config import LoraConfig, ModelConfig
+from visual_grpo.distributed import Ranks
 from visual_grpo.errors import UserError
-from visual_grpo.policy import inject_lora
+from visual_grpo.method import LoopState
+from visual_grpo.pipelines.text.degrpo import DeGrpo, DeGrpoConfig, ModeRewards
+from visual_grpo.policy import Policy, inject_lora
 from visual_grpo.types import RolloutBatch
 
 
@@ -259,3 +263,44 @@ def test_contract_of_every_adapter(tiny_text: Any, contract: Any) -> None:
     adapter = tiny_text.make_adapter()
     prompts = contract.prompts_of(["abc", "a longer deed 12+3=?"], group_size=3)
     contract.check_adapter(adapter, prompts, tiny_text.SHORT, trained="q_proj")
+
+
+def test_given_answers_that_are_too_long_are_refused(tiny_text: Any) -> None:
+    with pytest.raises(UserError, match=r"has 201 tokens and its prompt 5, more than the model's 96 positions"):
+        tiny_text.make_adapter().rows_from_texts(tiny_text.batch(["a"]), ["b" * 200], tiny_text.SHORT)
+
+
+@pytest.mark.parametrize("system", [5, ["Be brief."], {"text": "Be brief."}])
+def test_a_system_prompt_is_a_text(tiny_text: Any, system: Any) -> None:
+    adapter = tiny_text.make_adapter()
+    adapter.check_prompts(["a", "b"], [{"system": "Be brief."}, {"system": None}], tiny_text.SHORT)
+    with pytest.raises(UserError, match=r"column 'system' of a prompt .* must be a text, but that of 'b'"):
+        adapter.check_prompts(["a", "b"], [{}, {"system": system}], tiny_text.SHORT)
+
+
+def test_options_that_no_chat_template_reads_are_refused(tiny_text: Any) -> None:
+    sampling = TextSampling(max_new_tokens=4, chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(UserError, match="'enable_thinkin', which the model's chat template does not read"):
+        tiny_text.make_adapter().check_prompts(["a"], [{}], sampling)
+    reads = tiny_text.make_adapter(template="{% if enable_thinking %}b{% endif %}" + tiny_text.TEMPLATE)
+    reads.check_prompts(["a"], [{}], sampling.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}}))
+    with pytest.raises(UserError, match="'enable_thinkin', which"):
+        reads.check_prompts(["a"], [{}], sampling)
+    plain = sampling.model_copy(update={"chat_template": "none"})
+    with pytest.raises(UserError, match="prompts go without a chat template"):
+        tiny_text.make_adapter().check_prompts(["a"], [{}], plain)
+
+
+def test_a_mode_cannot_start_with_a_special_token(tiny_text: Any) -> None:
+    """Decoded answers leave special tokens out, so none would have this mode."""
+    policy = Policy(tiny_text.make_adapter(), ModelConfig(adapter="text_lm", path="tiny"))
+    state = LoopState(
+        config=plan("degrpo_text_tiny").config, policy=policy, ranks=Ranks(), sampling=TextSampling(max_new_tokens=4)
+    )
+
+    def method(start: str) -> DeGrpo:
+        return DeGrpo(DeGrpoConfig(mode_rewards=ModeRewards(short_start=start, think_start="")))
+
+    method("12").setup(state)
+    with pytest.raises(UserError, match=r"mode_rewards\.short_start is '<user>', a special token of this tokenizer"):
+        method("<user>").setup(state)

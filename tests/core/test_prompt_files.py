@@ -77,3 +77,19 @@ def test_parquet_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
 )
 def test_only_what_can_be_a_hub_id_is_looked_for_there(source: str, local: bool) -> None:
     assert is_local(source) is local
+
+
+def test_a_dot_leads_into_a_record(tmp_path: Path) -> None:
+    """DAPO-Math-17k keeps its prompt as a conversation and the answer in a record; a column of that very name comes first."""
+    path = tmp_path / "dapo.jsonl"
+    said = [{"role": "user", "content": "2 + 3?"}]
+    rows = [
+        {"prompt": said, "reward_model": {"ground_truth": "5", "style": "rule"}},
+        {"prompt": said, "reward_model.ground_truth": "6", "reward_model": {"ground_truth": "5"}},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(source=str(path), answer_column="reward_model.ground_truth")
+    assert [row.metadata["answer"] for row in load_prompts(config)] == ["5", "6"]
+    wrong = "record 1 has no column 'reward_model.truth'.* it has the columns prompt, reward_model"
+    with pytest.raises(UserError, match=wrong):
+        load_prompts(config.model_copy(update={"answer_column": "reward_model.truth"}))

@@ -23,7 +23,7 @@ from toy_run import toy_config
 import visual_grpo as vg
 from visual_grpo.adapters.toy import ToyModel
 from visual_grpo.config import merge
-from visual_grpo.errors import RunError
+from visual_grpo.errors import RunError, UserError
 from visual_grpo.method import LoopState, Method, MethodConfig
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -198,6 +198,20 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(vg.UserError, match="other trained parameters than this model"):
         vg.train(config, out=run, resume=True)
     assert exported(run)
+
+
+def test_other_prompts_under_the_name_of_the_old_ones_are_refused(tmp_path: Path) -> None:
+    """The place in the data, and what methods keep by prompt, would belong to others in silence."""
+    config = toy_config(tmp_path, train={"steps": 2}, eval={"every": 0, "final_samples": 8})
+    vg.train(config, out=tmp_path / "run")
+    prompts = tmp_path / "train.jsonl"
+    longer = merge(config, {"train": {"steps": 3}})
+    kept = prompts.read_text()
+    prompts.write_text(kept.replace("say 5", "say 55"))
+    with pytest.raises(UserError, match="its training prompts are no longer those that the run began with"):
+        vg.train(longer, out=tmp_path / "run", resume=True)
+    prompts.write_text(kept)
+    assert vg.train(longer, out=tmp_path / "run", resume=True).step == 3
 
 
 def test_memory_that_runs_out_says_what_to_change(tmp_path: Path) -> None:

@@ -236,3 +236,19 @@ def test_wrong_parameters(name, params, message):
 def test_repetition_needs_token_ids():
     with pytest.raises(RewardError, match="set unit: words"):
         score("repetition", ["a a a a"])
+
+
+@pytest.mark.parametrize(
+    ("gold", "wanted"),
+    [
+        (r"Since $x = 3$, the sum is $\boxed{12}$, as $y = 9$.", [1.0, 0.0]),
+        ("3 + 9 = 12\n#### 12", [1.0, 0.0]),
+        ("12", [1.0, 0.0]),
+        ("x = 12, so nothing is marked", [0.0, 0.0]),
+    ],
+)
+def test_a_worked_solution_is_no_answer_itself(gold: str, wanted: list[float]) -> None:
+    r"""GSM8K marks the answer by ####, MATH by \boxed."""
+    texts = [r"so \boxed{12}", r"so \boxed{9}"]
+    found = score("exact_match", texts, [{"solution": gold}] * 2)
+    assert found.values.tolist() == wanted

@@ -83,7 +83,11 @@ def token_log_prob(
     """
     log_softmax = torch.log_softmax(upcast(logits) / temperature[:, None], dim=-1)
     value = log_softmax.gather(1, token_ids[:, None]).squeeze(1)
-    return value, -(log_softmax.exp() * log_softmax).sum(1) if entropy else None
+    if not entropy:
+        return value, None
+    probs = log_softmax.exp()
+    # A logit of -inf (a word that the model rules out) adds nothing, and 0 * -inf would be NaN.
+    return value, -(probs * torch.where(probs > 0, log_softmax, 0.0)).sum(1)
 
 
 def chunked_log_prob(

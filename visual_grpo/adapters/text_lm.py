@@ -23,6 +23,7 @@ from visual_grpo.adapters.shared_decoding import can_share_prompts
 from visual_grpo.adapters.shared_prompt import shared_prompt_reader
 from visual_grpo.adapters.text_meta import checkpoint_activations, meta_model, plan_text_memory
 from visual_grpo.adapters.text_sampling import TextSampling as TextSampling
+from visual_grpo.adapters.text_sampling import check_systems, check_template_options
 from visual_grpo.adapters.token_rows import TokenRows
 from visual_grpo.config import ModelConfig
 from visual_grpo.errors import UserError
@@ -182,9 +183,20 @@ class TextLMAdapter(PolicyAdapter):
             self.model.train(training)
 
     def rows_from_texts(self, prompts: PromptBatch, texts: Sequence[str], sampling: Any) -> RolloutBatch:
-        """See `PolicyAdapter.rows_from_texts`."""
+        """See `PolicyAdapter.rows_from_texts`.
+
+        Raises:
+            UserError: prompt and text are longer than the model reads.
+        """
         prompt_ids = self.encode(prompts.context("behaviour"), prompts.metadata, sampling)
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] + self.eos_ids[:1] for text in texts]
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        for text, prompt, own in zip(texts, prompt_ids, ids, strict=True):
+            if limit is not None and len(prompt) + len(own) > limit:
+                raise UserError(
+                    f"the given answer {text[:80]!r} has {len(own)} tokens and its prompt {len(prompt)}, more than the model's "
+                    f"{limit} positions: shorten it or leave it out"
+                )
         completions = nn.utils.rnn.pad_sequence(
             [torch.tensor(row, dtype=torch.int64) for row in ids], batch_first=True, padding_value=self.pad_id
         ).to(self.device)
@@ -228,8 +240,10 @@ class TextLMAdapter(PolicyAdapter):
     def check_prompts(
         self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], sampling: SamplingConfig
     ) -> None:
-        """Refuse prompts that leave no room for a completion, and systems that the chat template refuses."""
+        """Refuse prompts that leave no room for a completion, and what the chat template refuses or does not read."""
         assert isinstance(sampling, TextSampling)
+        check_systems(prompts, metadata)
+        check_template_options(self.tokenizer, sampling)
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if limit is None:
             return

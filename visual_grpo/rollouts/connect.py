@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from visual_grpo.policy import Policy
     from visual_grpo.rollouts.engine import RolloutEngine
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM's own bound (`_MAX_TEMP` in its sampling_params.py)."""
+
 
 def check_engine(config: RunConfig, sampling: Any, eval_sampling: Any, processes: int) -> None:
     """Refuse settings of an engine that cannot work, before anything is loaded.
@@ -39,6 +42,12 @@ def check_engine(config: RunConfig, sampling: Any, eval_sampling: Any, processes
         )
     if eval_sampling.uses_engine and eval_sampling.vllm != sampling.vllm:
         raise UserError("eval.sampling.vllm differs from sampling.vllm: a run has one engine; set sampling.vllm alone")
+    for key, used in (("sampling", sampling), ("eval.sampling", eval_sampling)):
+        if used.uses_engine and 0 < used.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"{key}.temperature is {used.temperature:g}, and vLLM takes {LEAST_TEMPERATURE:g} in place of all below: use 0 "
+                f"(greedy) or at least {LEAST_TEMPERATURE:g}"
+            )
     if config.model.dtype == "float64":
         raise UserError("sampling.engine=vllm has no float64; set model.dtype to float32, bfloat16 or float16")
     if processes > 1:
