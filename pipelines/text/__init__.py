@@ -10,6 +10,7 @@ METHOD_TABLE: dict[str, tuple[str, str]] = {
         "DAPO (2503.14476): clip-higher, dynamic sampling, token mean, overlong penalty",
     ),
     "dr_grpo": ("visual_grpo.pipelines.text.dr_grpo:DrGrpo", "Dr. GRPO (2503.20783): no std, constant length"),
+    "rloo": ("visual_grpo.pipelines.text.rloo:Rloo", "RLOO (2402.14740): against the mean of the other answers"),
     "gspo": ("visual_grpo.pipelines.text.gspo:Gspo", "GSPO (2507.18071): one ratio a sequence"),
     "balanced_aggregation": (
         "visual_grpo.pipelines.text.balanced_aggregation:BalancedAggregation",
@@ -69,6 +70,14 @@ RECIPE_TABLE: dict[str, tuple[str, str]] = {
     "dr_grpo_qwen2_5_math_7b": (
         "visual_grpo.pipelines.text.dr_grpo:dr_grpo_qwen2_5_math_7b",
         "Dr. GRPO on Qwen2.5-Math-7B",
+    ),
+    "rloo_text_tiny": (
+        "visual_grpo.pipelines.text.rloo:rloo_text_tiny",
+        "RLOO on the tiny LM's arithmetic: the mean of the other answers",
+    ),
+    "rloo_qwen2_5_7b": (
+        "visual_grpo.pipelines.text.rloo:rloo_qwen2_5_7b",
+        "RLOO on Qwen2.5-7B-Instruct and GSM8K, four answers a prompt",
     ),
     "gspo_text_tiny": ("visual_grpo.pipelines.text.gspo:gspo_text_tiny", "GSPO on the tiny LM's arithmetic"),
     "gspo_qwen3_8b": ("visual_grpo.pipelines.text.gspo:gspo_qwen3_8b", "GSPO on Qwen3-8B"),

@@ -70,6 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ]
     },
     "dr_grpo": {"method": ["dr_grpo"], "train": {"updates_per_step": 2}},
+    "rloo": {"rewards": {"test_processes:rarely": 1.0}, "method": ["rloo"]},
     "gspo": {"method": ["gspo"], "train": {"updates_per_step": 2}, "kl": {"beta": 0.05}},
     "best of n": {"method": [{"best_of_n": {"keep": 4}}], "train": {"updates_per_step": 2}},
     "averaged weights, uneven evaluations": {

@@ -72,6 +72,7 @@ METHODS: dict[str, Any] = {
     "seed_grpo": {"seed_grpo": {"strength": 0.5}},
     "fg_expo": "fg_expo",
     "redit": "redit",
+    "rloo": "rloo",
 }
 
 

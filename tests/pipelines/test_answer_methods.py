@@ -52,6 +52,28 @@ def make(tmp_path: Path) -> Iterator[Any]:
 # -- the base ---------------------------------------------------------------------------------------------------------------
 
 
+def test_rloo_compares_with_the_other_answers(make: Any) -> None:
+    """Rows that nothing scored count for nobody; what divides is refused; on-policy the gradient is REINFORCE's."""
+    trainer = make(["rloo"])
+    rollouts, rewards = trainer.collect(trainer._draw())
+    values = BINARY.double()
+    values[5] = torch.nan
+    rewards.values, rewards.status = values[:, None], torch.where(values.isnan(), 1, 0)[:, None].to(rewards.status)
+    found = trainer.stack.advantages(rewards, rollouts, trainer.state)
+    for row in range(32):
+        others = [float(values[i]) for i in range(row // 8 * 8, row // 8 * 8 + 8) if i not in (row, 5)]
+        expected = 0.0 if row == 5 else float(values[row]) - sum(others) / len(others)
+        assert float(found[row]) == pytest.approx(expected, abs=1e-12)
+    rows, _ = prepared(trainer)
+    gradients, _ = gradient(trainer, rows)
+    log_prob = trainer.policy.log_prob(rows.rollouts, torch.arange(rows.rollouts.num_units)).value
+    reinforce = -(rows.advantages * (log_prob * rows.rollouts.unit_mask).sum(1)).mean()
+    by_hand = torch.autograd.grad(reinforce, list(trainer.policy.trainable.values()))
+    torch.testing.assert_close(gradients, torch.cat([g.flatten() for g in by_hand]), rtol=0, atol=1e-12)
+    with pytest.raises(UserError, match=r"method 'rloo' does not read advantage\.std: leave it out"):
+        make(["rloo"], advantage={"std": "bessel"})
+
+
 def test_dr_grpo_with_both_divisions_is_grpo(make: Any) -> None:
     found = []
     back = {"advantage": {"std": "bessel"}, "loss": {"aggregation": "sequence_mean_token_mean"}}
