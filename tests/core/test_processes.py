@@ -145,7 +145,7 @@ def pair(config: dict[str, Any], out: Path, **options: Any) -> list[int]:
     return codes  # type: ignore[return-value]
 
 
-def close(a: Any, b: Any, tolerance: float, key: str = "") -> None:
+def close(a: Any, b: Any, tolerance: float = 1e-10, key: str = "") -> None:
     """Equal structures, numbers to `tolerance`."""
     if isinstance(a, float) and isinstance(b, float):
         assert a == pytest.approx(b, abs=tolerance, rel=tolerance), key
