@@ -60,8 +60,10 @@ class Shape:
     model: str = "tiny"
     warm_up: int = 1
     steps: int = 4
+    our_rows: int | None = None
+    """Completions that our side trains at once; None: all."""
     rival_rows: int | None = None
-    """Completions that TRL and the bare calls train at once; None: all, as ours always does."""
+    """The same of TRL and the bare calls."""
 
     @property
     def rows(self) -> int:
@@ -73,11 +75,11 @@ SHAPES = {
     "short": Shape(prompts=8, group=8, prompt_tokens=108, new_tokens=64),
     "long": Shape(prompts=2, group=16, prompt_tokens=256, new_tokens=256),
     "vlm": Shape(prompts=2, group=16, prompt_tokens=1024, new_tokens=128),
-    "long_135m": Shape(1, 16, 256, 256, model="smollm2_135m", warm_up=0, steps=1, rival_rows=4),
+    "long_135m": Shape(1, 16, 256, 256, model="smollm2_135m", warm_up=0, steps=1, our_rows=8, rival_rows=4),
     "vlm_135m": Shape(1, 16, 1024, 128, model="smollm2_135m", warm_up=0, steps=1, rival_rows=4),
 }
 """Arithmetic, reasoning, and a picture's tokens before a short answer; the last two also on the larger model, where whole rows of
-1,024 + 128 tokens, 16 at once, would want some 30 GB for activations (an estimate)."""
+1,024 + 128 tokens, 16 at once, would want some 30 GB for activations (an estimate): rows at once are chosen for like memory."""
 TINY = tuple(name for name, shape in SHAPES.items() if shape.model == "tiny")
 LR = 1e-5
 CLOCKS: dict[str, Callable[[], float]] = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
@@ -125,7 +127,7 @@ def run_config(work: Path, shape: Shape, seed: int) -> dict[str, Any]:
             "steps": shape.warm_up + shape.steps,
             "prompts_per_step": shape.prompts,
             "group_size": shape.group,
-            "micro_batch": shape.rows,
+            "micro_batch": shape.our_rows or shape.rows,
             "seed": seed,
             "optimizer": {"lr": LR, "schedule": "linear"},
         },

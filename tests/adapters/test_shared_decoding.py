@@ -100,8 +100,8 @@ def test_few_tokens_or_half_precision_are_not_worth_it() -> None:
         cache.update(*torch.zeros(2, 2, 1, tokens, 2, dtype=dtype), 0)
         return cache
 
-    assert is_worth_sharing(prompts(1024), 6)
-    assert not is_worth_sharing(prompts(1024), 5)
+    assert is_worth_sharing(prompts(1024), 4)
+    assert not is_worth_sharing(prompts(1024), 3)
     assert not is_worth_sharing(prompts(1024, torch.bfloat16), 64)
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = "visual_grpo_shared_prompts"
 """Name of `attend` among transformers' attention functions."""
-LEAST_SAVED = 4096
+LEAST_SAVED = 2048
 """Prompt tokens of repeated rows below which reading them costs less than the further operations do."""
 _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "sliding_window")
 
