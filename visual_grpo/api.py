@@ -107,6 +107,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
     from visual_grpo.batching import check_geometry
     from visual_grpo.distributed import launched_processes
     from visual_grpo.plan_checks import (
+        check_adapter,
         check_loss,
         check_rewards,
         check_sampling,
@@ -131,30 +132,7 @@ def plan(source: Source, overrides: Mapping[str, Any] | Sequence[str] = ()) -> P
             f"model.adapter {config.model.adapter!r} leads to {adapter!r}, which is no subclass of PolicyAdapter"
         )
     needs = stack.needs
-    names = ", ".join(stack.methods) or "grpo"
-    if not (needs.kinds and needs.unit_kinds):
-        each = "; ".join(
-            f"{name}: {' or '.join(sorted(method.needs.unit_kinds))} of {' or '.join(sorted(method.needs.kinds))}"
-            for name, method in stack.methods.items()
-        )
-        raise UserError(f"methods {names} cannot be stacked: no model has the units that all of them need ({each})")
-    if adapter.kind not in needs.kinds or not (adapter.unit_kinds & needs.unit_kinds):
-        raise UserError(
-            f"method {names} cannot train adapter {config.model.adapter!r}: it needs a model of kind "
-            f"{' or '.join(sorted(needs.kinds))} "
-            f"that replays {' or '.join(sorted(needs.unit_kinds))} units, but this one is {adapter.kind} and replays "
-            f"{' and '.join(sorted(adapter.unit_kinds))}"
-        )
-    if needs.input_gradients and not adapter.input_gradients:
-        raise UserError(
-            f"method {names} cannot train adapter {config.model.adapter!r}: it needs gradients to the model's inputs, which this "
-            "adapter does not give; use text_lm"
-        )
-    if needs.given_rows and not adapter.given_rows:
-        raise UserError(
-            f"method {names} cannot train adapter {config.model.adapter!r}: it trains on texts that are given, which this "
-            "adapter does not read; use text_lm"
-        )
+    check_adapter(config.model.adapter, adapter, stack)
     sampling = validate(adapter.Sampling, config.sampling, where="sampling")
     eval_sampling = validate(adapter.Sampling, merge(config.sampling, config.eval.sampling), where="eval.sampling")
     for check in stack.methods.values():

@@ -11,7 +11,15 @@ from visual_grpo.config import RunConfig, merge
 from visual_grpo.errors import UserError, did_you_mean
 from visual_grpo.stack import MethodStack
 
-__all__ = ["check_loss", "check_rewards", "check_sampling", "check_surrogate", "check_temperature", "check_unread"]
+__all__ = [
+    "check_adapter",
+    "check_loss",
+    "check_rewards",
+    "check_sampling",
+    "check_surrogate",
+    "check_temperature",
+    "check_unread",
+]
 
 CLIPS: dict[str, tuple[str, ...]] = {
     "cispo": ("ratio.clip_low",),
@@ -19,6 +27,44 @@ CLIPS: dict[str, tuple[str, ...]] = {
     "vespo": ("ratio.clip_low", "ratio.clip_high"),
 }
 """Bounds that a surrogate of the core does not read."""
+
+
+def check_adapter(name: str, adapter: type[PolicyAdapter], stack: MethodStack) -> None:
+    """Refuse a model that does not have what the methods train.
+
+    Args:
+        name: of the adapter.
+        adapter: its class.
+        stack: the methods.
+
+    Raises:
+        UserError: naming the methods and what they need.
+    """
+    needs = stack.needs
+    names = ", ".join(stack.methods) or "grpo"
+    if not (needs.kinds and needs.unit_kinds):
+        wanted = "; ".join(
+            f"{each}: {' or '.join(sorted(method.needs.unit_kinds))} of {' or '.join(sorted(method.needs.kinds))}"
+            for each, method in stack.methods.items()
+        )
+        raise UserError(f"methods {names} cannot be stacked: no model has the units that all of them need ({wanted})")
+    if adapter.kind not in needs.kinds or not (adapter.unit_kinds & needs.unit_kinds):
+        raise UserError(
+            f"method {names} cannot train adapter {name!r}: it needs a model of kind "
+            f"{' or '.join(sorted(needs.kinds))} "
+            f"that replays {' or '.join(sorted(needs.unit_kinds))} units, but this one is {adapter.kind} and replays "
+            f"{' and '.join(sorted(adapter.unit_kinds))}"
+        )
+    if needs.input_gradients and not adapter.input_gradients:
+        raise UserError(
+            f"method {names} cannot train adapter {name!r}: it needs gradients to the model's inputs, which this "
+            "adapter does not give; use text_lm"
+        )
+    if needs.given_rows and not adapter.given_rows:
+        raise UserError(
+            f"method {names} cannot train adapter {name!r}: it trains on texts that are given, which this "
+            "adapter does not read; use text_lm"
+        )
 
 
 def check_loss(config: RunConfig, stack: MethodStack, unit_kinds: Collection[str], sampling: Any) -> None:
